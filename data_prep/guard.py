@@ -1,0 +1,158 @@
+"""Prove that a split of shards is whole, and that it fits a recipe, before anything reads it.
+
+The streaming library meets a missing or damaged shard in a background thread and then ends the epoch early, or leaves
+another rank waiting; so everything that can be seen beforehand is checked here, and named.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.fingerprint import file_hash, tokenizer_hash
+
+WAY_OUT = "restore the file from a copy, or remove the folder and run `longpitch prep` again"
+
+
+class DataError(RuntimeError):
+    """Shards that cannot be read; the message is one sentence naming the file and the way out."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the index of a checked split says."""
+
+    folder: Path
+    num_sequences: int
+    seq_length: int
+    columns: frozenset[str]
+    index_hash: str  # xxh64 of index.json, which holds every shard's size and hash
+
+
+def check_split(folder: str | Path, *, verify_hashes: bool = False) -> Split:
+    """Check that every shard of the index exists with its size and sample count, and by option its hash.
+
+    Raises:
+        DataError: names the first file that is missing or damaged.
+    """
+    folder = Path(folder)
+    shards = _read_index(folder)
+    for shard in shards:
+        _check_shard(folder, shard, verify_hashes)
+    columns = {name: code for s in shards for name, code in zip(s["column_names"], s["column_encodings"], strict=True)}
+    return Split(
+        folder=folder,
+        num_sequences=sum(shard["samples"] for shard in shards),
+        seq_length=_seq_length(folder, columns),
+        columns=frozenset(columns),
+        index_hash=file_hash(folder / "index.json"),
+    )
+
+
+def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:
+    """Refuse weights for masks that the split does not hold."""
+    for name, beta in (("recall", recall_beta), ("switch", switch_beta)):
+        if beta and name not in split.columns:
+            raise ValueError(
+                f"train.{name}_beta is {beta} but {split.folder} has no {name} masks; set it to 0, or prepare the"
+                " shards with data.recall_masks: true"
+            )
+
+
+def _read_index(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; run `longpitch prep` to make the shards") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}); {WAY_OUT}") from error
+    needed = ("samples", "raw_data", "column_names", "column_encodings", "format", "version")
+    shards = index.get("shards") if isinstance(index, dict) else None
+    if not isinstance(shards, list) or not shards:
+        raise DataError(f"{path} lists no shards; {WAY_OUT}")
+    for number, shard in enumerate(shards):
+        absent = [key for key in needed if not isinstance(shard, dict) or key not in shard]
+        if absent or not {"basename", "bytes"} <= set(shard["raw_data"]):
+            raise DataError(f"{path} lacks {', '.join(absent) or 'raw_data'} for shard {number}; {WAY_OUT}")
+    return shards
+
+
+def _check_shard(folder: Path, shard: dict[str, Any], verify_hashes: bool) -> None:
+    path, stated = folder / shard["raw_data"]["basename"], shard["raw_data"]
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(4)
+    except OSError as error:
+        raise DataError(f"shard {path} cannot be read ({error.strerror}); {WAY_OUT}") from error
+    if size != stated["bytes"]:
+        raise DataError(f"shard {path} has {size} bytes where the index states {stated['bytes']}; {WAY_OUT}")
+    (samples,) = struct.unpack("<I", header)
+    if samples != shard["samples"]:
+        raise DataError(f"shard {path} holds {samples} sequences where the index states {shard['samples']}; {WAY_OUT}")
+    if verify_hashes:
+        expected = stated.get("hashes", {}).get("xxh64")
+        if expected is None:
+            raise DataError(f"shard {path} has no xxh64 hash in its index; set data.verify_hashes: false")
+        if file_hash(path) != expected:
+            raise DataError(f"shard {path} has other contents than its hash states; {WAY_OUT}")
+
+
+def _seq_length(folder: Path, columns: dict[str, str]) -> int:
+    kind, _, rest = columns.get("tokens", "").partition(":")
+    dtype, _, length = rest.partition(":")
+    if kind != "ndarray" or dtype not in ("uint16", "uint32") or not length.isdigit() or "doc_lengths" not in columns:
+        raise DataError(f"{folder} holds no packed token sequences; point data.shards at a folder made by prep")
+    return int(length)
+
+
+def read_manifest(shards: str | Path) -> dict[str, Any]:
+    """The manifest of a finished folder of shards."""
+    path = Path(shards) / "manifest.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; run `longpitch prep` to make the shards") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}); {WAY_OUT}") from error
+
+
+def check_manifest(
+    shards: str | Path, *, seq_length: int, vocab_size: int, expected_tokenizer: str | None = None
+) -> dict[str, Any]:
+    """Check that finished shards fit a recipe and are unchanged since their manifest was written; returns it.
+
+    Args:
+        seq_length, vocab_size: of the model.
+        expected_tokenizer: hash of the tokenizer that a checkpoint was trained with, if there is one.
+
+    Raises:
+        ValueError: the recipe asks for something else than the shards hold.
+        DataError: an index or the tokenizer is not the one that the manifest names.
+    """
+    shards, manifest = Path(shards), read_manifest(shards)
+    if manifest["seq_length"] != seq_length:
+        raise ValueError(
+            f"{shards} holds sequences of {manifest['seq_length']} tokens but model.seq_length is {seq_length};"
+            " change one, or prepare other shards"
+        )
+    if manifest["vocab_size"] > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {shards} has {manifest['vocab_size']} entries but model.vocab_size is {vocab_size};"
+            f" raise it to at least {manifest['vocab_size']}"
+        )
+    if expected_tokenizer not in (None, manifest["tokenizer_hash"]):
+        raise ValueError(f"{shards} was tokenized with another tokenizer than the checkpoint; prepare it with that one")
+    for name, split in manifest["splits"].items():
+        index = shards / name / "index.json"
+        if not index.is_file() or file_hash(index) != split["index_hash"]:
+            raise DataError(f"{index} is not the one that manifest.json names; {WAY_OUT}")
+    try:
+        unchanged = tokenizer_hash(shards / "tokenizer") == manifest["tokenizer_hash"]
+    except (OSError, ValueError):
+        unchanged = False
+    if not unchanged:
+        raise DataError(f"{shards / 'tokenizer'} is not the one that manifest.json names; {WAY_OUT}")
+    return manifest

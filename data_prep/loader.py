@@ -1,0 +1,306 @@
+"""Feed training: an endless, resumable stream of this rank's micro-batches from a split of shards.
+
+The order of sequences depends on the split, the seed, the epoch, the global batch and `canonical_nodes` only: any
+number of ranks, workers or context- and tensor-parallel replicas sees the same global batches. mosaicml-streaming
+does the ordering and the reading; what is added is that every failure becomes one error on every rank, and that only
+steps which finished count, whatever has been read ahead.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from functools import partial
+from math import lcm
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from streaming import StreamingDataLoader, StreamingDataset
+from streaming.base.dataset import _ShardState
+
+from data_prep.batch import MicroBatch, collate
+from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split
+from data_prep.prefetch import Prefetcher
+from data_prep.scratch import Scratch
+
+READ_AHEAD = 2  # micro-batches that wait for the training step
+SHUFFLE = "py1e"  # the library's name for moving sequences within a window, so that few shards are open at a time
+
+
+class TrainLoader:
+    """Micro-batches of this rank, forever, epoch after epoch.
+
+    Ranks are read from RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them; unset, the process is alone.
+    With WORLD_SIZE > 1 the caller has initialised torch.distributed, and all ranks construct the loader together
+    (the library holds a barrier).
+
+    A training step takes `micro_batches_per_step` batches, then calls `step_done()`:
+
+        with TrainLoader(shards, global_batch=8, micro_batch=1, seed=1234) as loader:
+            loader.load_state_dict(state)              # optional, before the first batch
+            for step in range(steps):
+                for _ in range(loader.micro_batches_per_step):
+                    batch = next(loader)
+                loader.step_done()
+            state = loader.state_dict()
+
+    Args:
+        shards: folder written by `prepare`; the sequences are those of its subfolder `split`.
+        global_batch: sequences of one optimizer step over all ranks.
+        micro_batch: sequences of one forward on one rank.
+        seed: of the shuffle.
+        replication: consecutive ranks that receive the same sequences (context x tensor parallel size).
+        num_workers: reading processes of this rank; 0 reads in a thread.
+        canonical_nodes: fixes the order for any number of nodes; one of the two numbers must divide the other.
+        recall_beta, switch_beta: a label weighs 1 + recall_beta * recall + switch_beta * switch.
+        verify_hashes: check the shards' hashes too, not only their sizes and sample counts.
+        timeout_seconds: a batch that takes longer to arrive is an error.
+        temp_dir: folder for this job's lock files, the same on all its ranks and used by no other running job;
+            a subfolder per host is made in it, and removed when the last rank closes. None: a new folder under
+            the system's temporary folder (single process only).
+
+    Attributes:
+        seq_length: tokens of a sequence.
+        num_sequences: in the split.
+        samples_per_epoch: the largest multiple of the global batch (and of canonical_nodes) in the split.
+        micro_batches_per_step: of this rank.
+        dp_rank, dp_size: this rank among those that receive different sequences.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or the split is smaller than one global batch.
+        DataError: the split is damaged.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        split: str = "train",
+        replication: int = 1,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        canonical_nodes: int = 1,
+        recall_beta: float = 0.0,
+        switch_beta: float = 0.0,
+        verify_hashes: bool = False,
+        timeout_seconds: float = 300.0,
+        temp_dir: str | Path | None = None,
+    ) -> None:
+        self.dp_rank, self.dp_size = _ranks(replication, temp_dir)
+        self.micro_batches_per_step = _micro_batches_per_step(global_batch, micro_batch, self.dp_size)
+        self._split = check_split(Path(shards).absolute() / split, verify_hashes=verify_hashes)
+        check_masks(self._split, recall_beta, switch_beta)
+        self.seq_length, self.num_sequences = self._split.seq_length, self._split.num_sequences
+        self.samples_per_epoch = _samples_per_epoch(self._split, global_batch, canonical_nodes)
+        self._global_batch, self._timeout = global_batch, timeout_seconds
+        self._fingerprint = {
+            "index_hash": self._split.index_hash,
+            "seq_length": self.seq_length,
+            "seed": seed,
+            "global_batch": global_batch,
+            "shuffle": SHUFFLE if shuffle else "none",
+            "canonical_nodes": canonical_nodes,
+        }
+        self._epoch, self._samples = 0, 0  # position after the last finished step
+        self._taken, self._total_taken = 0, 0  # micro-batches of the step in progress, and since the start
+        self._prefetcher: Prefetcher | None = None
+        self._scratch = Scratch(temp_dir)
+        try:
+            self._dataset = self._open(micro_batch, replication)
+            self._dataloader = StreamingDataLoader(
+                self._dataset,
+                batch_size=micro_batch,
+                num_workers=num_workers,
+                collate_fn=partial(collate, recall_beta=recall_beta, switch_beta=switch_beta),
+                persistent_workers=num_workers > 0,
+                generator=torch.Generator(),  # else every epoch would draw from the training's own generator
+            )
+        except BaseException:
+            self._scratch.close()
+            raise
+
+    def _open(self, micro_batch: int, replication: int) -> "_Sequences":
+        order = self._fingerprint
+        if order["seed"] < 0:
+            raise ValueError(f"seed is {order['seed']}; give a number of at least 0")
+        # the library warns at every epoch that positions must not be counted by rank; they are not
+        logging.getLogger("streaming.base.dataset").setLevel(logging.ERROR)
+        with self._scratch.as_temporary_folder():
+            dataset = _Sequences(
+                local=str(self._split.folder),
+                batch_size=micro_batch,
+                epoch_size=self.samples_per_epoch,
+                shuffle=order["shuffle"] != "none",
+                shuffle_algo=SHUFFLE,
+                shuffle_seed=order["seed"],
+                num_canonical_nodes=order["canonical_nodes"],
+                replication=replication,
+            )
+        nodes, canonical_nodes = dataset._parallel_rank_world.num_nodes, order["canonical_nodes"]
+        if nodes % canonical_nodes and canonical_nodes % nodes:
+            raise ValueError(f"data.canonical_nodes {canonical_nodes} and {nodes} nodes: one must divide the other")
+        if dataset._unique_rank_world.is_local_leader:
+            self._scratch.note_segments(dataset._shm_prefix_int)
+        return dataset
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch of this rank; a DataError if none arrives."""
+        if self._prefetcher is None:
+            self._prefetcher = self._start()
+        try:
+            batch = self._prefetcher.next()
+        except Exception as error:
+            self.close()
+            where = f"{self._split.folder}: micro-batch {self._total_taken} since the start did not arrive"
+            raise DataError(f"{where}: {_reason(error)}") from error
+        self._taken += 1
+        self._total_taken += 1
+        return batch
+
+    def _start(self) -> Prefetcher:
+        steps_per_epoch, done = self.samples_per_epoch // self._global_batch, self._samples // self._global_batch
+        first_batches = (steps_per_epoch - done) * self.micro_batches_per_step
+        batches_per_epoch = steps_per_epoch * self.micro_batches_per_step
+        make_iterator = partial(_epochs, self._dataloader, first_batches, batches_per_epoch)
+        return Prefetcher(make_iterator, depth=READ_AHEAD, timeout_seconds=self._timeout)
+
+    def step_done(self) -> None:
+        """Count one global batch as consumed: call it after the optimizer step that used it."""
+        if self._taken != self.micro_batches_per_step:
+            raise RuntimeError(f"a step took {self._taken} micro-batches instead of {self.micro_batches_per_step}")
+        self._taken = 0
+        self._samples += self._global_batch
+        if self._samples == self.samples_per_epoch:
+            self._epoch, self._samples = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last finished step, the same on every rank: epoch, samples_in_epoch, fingerprint."""
+        return {"epoch": self._epoch, "samples_in_epoch": self._samples, "fingerprint": dict(self._fingerprint)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, on any number of ranks, replicas or workers; before the first batch.
+
+        Raises:
+            ValueError: the state belongs to other data or another order; the message names what differs.
+        """
+        if self._prefetcher is not None:
+            raise RuntimeError("load_state_dict comes before the first batch")
+        then, now = state["fingerprint"], self._fingerprint
+        differing = [f"{key} (then {then.get(key)}, now {now[key]})" for key in now if then.get(key) != now[key]]
+        if differing:
+            raise ValueError(
+                f"the data position of the checkpoint does not fit {self._split.folder}: {', '.join(differing)};"
+                " set them back, or start a new run from the checkpoint's weights"
+            )
+        self._epoch, self._samples = state["epoch"], state["samples_in_epoch"]
+        self._dataset.load_state_dict(
+            {
+                "epoch": self._epoch,
+                "sample_in_epoch": self._samples,
+                "num_canonical_nodes": now["canonical_nodes"],
+                "shuffle_seed": now["seed"],
+            }
+        )
+
+    def close(self) -> None:
+        """Stop reading and remove this job's temporary files; the loader cannot be used afterwards."""
+        if hasattr(self._dataset, "_event"):
+            self._dataset._event.set()  # the library's own threads end on this
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        if self._dataloader._iterator is not None:
+            self._dataloader._iterator._shutdown_workers()
+        self._scratch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Sequences(StreamingDataset):
+    """The library's dataset for shards on local disks, where a missing file is an error and never a download.
+
+    The library would mark a missing shard as being downloaded, and every other rank would wait for it.
+    """
+
+    def get_item(self, sample_id: int, retry: int = 0) -> dict[str, Any]:
+        number, index = self.spanner[sample_id]
+        shard = self.shards[number]
+        try:
+            return shard[index] | {"id": sample_id}
+        except (OSError, ValueError, IndexError) as error:
+            path = os.path.join(shard.dirname, shard.raw_data.basename)
+            raise DataError(f"sequence {sample_id} of shard {path} cannot be read ({error})") from error
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        self._shard_states[shard_id] = _ShardState.LOCAL  # reading it tells whether it is there
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from super().__iter__()
+        if self._event.is_set():  # the library ends an epoch without a word when one of its threads fails
+            raise DataError("a reading thread failed")
+
+
+def _epochs(dataloader: StreamingDataLoader, first_batches: int, batches_per_epoch: int) -> Iterator[MicroBatch]:
+    """All micro-batches of one epoch after another, the first of which may have been begun in an earlier run."""
+    expected = first_batches
+    while True:
+        received = 0
+        for fields in dataloader:
+            received += 1
+            yield MicroBatch(**fields)
+        if received != expected:
+            raise DataError(f"an epoch ended after {received} of {expected} micro-batches")
+        expected = batches_per_epoch
+
+
+def _reason(error: Exception) -> str:
+    """One line for what stopped the reading, with the way out; an error from a worker carries a whole traceback."""
+    text = (str(error).strip() or repr(error)).splitlines()[-1]
+    if isinstance(error, TimeoutError):
+        return f"{text}; see whether another rank or the file system has stopped, or raise data.timeout_seconds"
+    if isinstance(error, DataError):
+        return f"{text.removeprefix('data_prep.guard.DataError: ')}; {WAY_OUT}"
+    return f"{type(error).__name__}: {text}; start the run again to resume from its last checkpoint"
+
+
+def _ranks(replication: int, temp_dir: str | Path | None) -> tuple[int, int]:
+    """This process's data-parallel rank and their number, from the variables that torchrun sets."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1 and not {"RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        raise ValueError(f"WORLD_SIZE is {world_size} but RANK or LOCAL_WORLD_SIZE is not set; start with torchrun")
+    if world_size > 1 and temp_dir is None:
+        raise ValueError(f"the {world_size} ranks need a temp_dir that they share; name a folder of this job")
+    if replication < 1 or world_size % replication:
+        raise ValueError(f"{world_size} ranks do not divide by tensor x context parallel size {replication}")
+    return int(os.environ.get("RANK", 0)) // replication, world_size // replication
+
+
+def _micro_batches_per_step(global_batch: int, micro_batch: int, dp_size: int) -> int:
+    if min(global_batch, micro_batch) < 1 or global_batch % (dp_size * micro_batch):
+        raise ValueError(
+            f"a global batch of {global_batch} sequences does not divide by {dp_size} data-parallel ranks"
+            f" x micro_batch {micro_batch}; change train.tokens_per_step or train.micro_batch"
+        )
+    return global_batch // (dp_size * micro_batch)
+
+
+def _samples_per_epoch(split: Split, global_batch: int, canonical_nodes: int) -> int:
+    """Sequences of an epoch: whole global batches only, since the library would repeat some to fill the last one."""
+    if canonical_nodes < 1:
+        raise ValueError(f"data.canonical_nodes is {canonical_nodes}; give a number of at least 1")
+    unit = lcm(global_batch, canonical_nodes)
+    if split.num_sequences < unit:
+        raise ValueError(
+            f"{split.folder} has {split.num_sequences} sequences but one global batch (times canonical nodes) needs"
+            f" {unit}; prepare more text, or lower train.tokens_per_step"
+        )
+    return split.num_sequences // unit * unit

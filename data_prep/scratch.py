@@ -1,0 +1,89 @@
+"""A job's own temporary folder for the streaming library's lock files, and the end of what a killed job left behind.
+
+The library coordinates the ranks of a host through lock files in the temporary folder and segments in shared memory,
+named by a number that it takes in order. A job that is killed leaves both. Each process of a job therefore notes in
+the job's folder who it is and which number it took; the next job in that folder removes what belongs to dead
+processes only.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Scratch:
+    """The part of a job's temporary folder that belongs to this host, shared by the job's processes on it."""
+
+    def __init__(self, temp_dir: str | Path | None) -> None:
+        self._shared_parent = temp_dir is not None
+        if temp_dir is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="longpitch-"))
+        else:
+            self.folder = Path(temp_dir).absolute() / socket.gethostname()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _sweep(self.folder)
+        handle, name = tempfile.mkstemp(prefix=f"process-{os.getpid()}-", suffix=".json", dir=self.folder)
+        os.close(handle)
+        self._note = Path(name)
+
+    @contextlib.contextmanager
+    def as_temporary_folder(self) -> Iterator[None]:
+        """Let `tempfile` name this folder inside the block only: the paths of sockets made later must stay short."""
+        before, tempfile.tempdir = tempfile.tempdir, str(self.folder)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+    def note_segments(self, prefix: int) -> None:
+        """Write down that this process owns the shared memory segments numbered `prefix`."""
+        with contextlib.suppress(OSError):  # a system without /dev/shm has nothing to sweep
+            inode = _locals(prefix).stat().st_ino
+            self._note.write_text(json.dumps({"prefix": prefix, "inode": inode}))
+
+    def close(self) -> None:
+        """Withdraw this process; the last one removes the folder."""
+        self._note.unlink(missing_ok=True)
+        if not _living_notes(self.folder):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._shared_parent:
+                with contextlib.suppress(OSError):  # other hosts may still use it
+                    self.folder.parent.rmdir()
+
+
+def _locals(prefix: int) -> Path:
+    return SHARED_MEMORY / f"{prefix:06}_locals"
+
+
+def _is_alive(note: Path) -> bool:
+    try:
+        os.kill(int(note.name.split("-")[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # alive, another user's
+        return True
+    return True
+
+
+def _living_notes(folder: Path) -> list[Path]:
+    return [note for note in folder.glob("process-*.json") if _is_alive(note)]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the notes of dead processes, and the segments that are still the ones those processes made."""
+    for note in folder.glob("process-*.json"):
+        if _is_alive(note):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            owned = json.loads(note.read_text())
+            if _locals(owned["prefix"]).stat().st_ino == owned["inode"]:
+                for segment in SHARED_MEMORY.glob(f"{owned['prefix']:06}_*"):
+                    segment.unlink(missing_ok=True)
+        note.unlink(missing_ok=True)

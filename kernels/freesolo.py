@@ -1,0 +1,122 @@
+"""FreeSolo attention: a rotated sliding window beside an unrotated read of the few cells each query remembers.
+
+FS ranks every cell before the query's block. FS-L ranks a pool of bounded size, which is what lets decoding keep a
+bounded cache and context-parallel ranks exchange a bounded number of cells. Equations: FreeSolo, arXiv 2610.17191;
+cells.py holds the parts, which context parallelism composes in its own way.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, D head dim.
+"""
+
+from torch import Tensor
+
+from kernels.attention import check_backend, check_heads, compute_dtype
+from kernels.cells import choose_cells, combine, number_cells, read_cells, split_cells
+from kernels.rope import apply_rope
+from kernels.window import sliding_window_attention
+
+
+def freesolo_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    gain: Tensor,
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    *,
+    window: int = 512,
+    cell_size: int = 32,
+    query_block: int = 128,
+    top_k: int = 4,
+    sigma: float | Tensor = 4.0,
+    lam: float | Tensor = 1.0,
+    retain: int | None = None,
+    recent: int = 8,
+    eps: float = 1e-8,
+    backend: str = "auto",
+) -> Tensor:
+    """o_i = local_i + alpha_h * RMSNorm(u_i): window attention plus the readout of the chosen cells.
+
+    q, k and v get gradient from both branches, alpha and gain from the sum; selection passes none.
+
+    Args:
+        q: unrotated queries [B, T, H, D], any float dtype; less than fp32 is computed in fp32.
+        k, v: unrotated keys, and values [B, T, G, D], H a multiple of G.
+        alpha: weight of the readout [H].
+        gain: RMSNorm gain of the readout [D].
+        rope_cos, rope_sin: [T, D/2] or [B, T, D/2], from `rope_tables`; they rotate the window branch only.
+        window: w, tokens the window holds before the query's own.
+        cell_size, query_block: s and Bq, a multiple of s.
+        top_k: K, cells read per query and query head.
+        sigma, lam: width and weight of the positional term of the score, a number or one per query head [H].
+        retain: P, the cells of largest priority that FS-L keeps; None is FS, which ranks every cell.
+        recent: W, the most recent cells that FS-L keeps.
+        eps: RMSNorm epsilon.
+        backend: "auto" or "reference".
+
+    Returns:
+        [B, T, H, D] in the dtype of `q`.
+
+    Raises:
+        ValueError: shapes that do not fit, an odd head dim, numbers out of range, an unknown or unavailable backend.
+    """
+    check_backend("freesolo_attention", backend)
+    _check_tokens(q, k, v)
+    out_dtype = q.dtype
+    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+    q_rotated, k_rotated = (apply_rope(x, rope_cos, rope_sin) for x in (q, k))
+    local = sliding_window_attention(q_rotated, k_rotated, v, window=window)
+    k_cells, v_cells = split_cells(k, cell_size), split_cells(v, cell_size)
+    u = read_cells(
+        q,
+        k_cells,
+        v_cells,
+        number_cells(k_cells),
+        query_block=query_block,
+        top_k=top_k,
+        sigma=sigma,
+        lam=lam,
+        retain=retain,
+        recent=recent,
+    )
+    return combine(local, u, alpha, gain, eps=eps).to(out_dtype)
+
+
+def select_cells(
+    q: Tensor,
+    k: Tensor,
+    *,
+    cell_size: int = 32,
+    query_block: int = 128,
+    top_k: int = 4,
+    sigma: float | Tensor = 4.0,
+    lam: float | Tensor = 1.0,
+    retain: int | None = None,
+    recent: int = 8,
+    backend: str = "auto",
+) -> Tensor:
+    """The cells that `freesolo_attention` reads for each query; arguments and errors are its own.
+
+    Returns:
+        Cell indices, int32 [B, T, H, top_k], ascending, then -1 where fewer cells are available.
+    """
+    check_backend("select_cells", backend)
+    _check_tokens(q, k)
+    k_cells = split_cells(k, cell_size)
+    return choose_cells(
+        q,
+        k_cells,
+        number_cells(k_cells),
+        query_block=query_block,
+        top_k=top_k,
+        sigma=sigma,
+        lam=lam,
+        retain=retain,
+        recent=recent,
+    )
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    check_heads(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} tokens but k has {k.shape[1]}; both branches need one key per query")

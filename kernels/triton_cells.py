@@ -1,0 +1,442 @@
+"""Choosing cells on the GPU: summaries, how long the pool keeps a cell, the K best cells of each query, and the list
+of (query, slot) pairs in the order of their cells, which the readout walks.
+
+Scores are fp32. Sixteen-bit queries meet the mean key as three sixteen-bit addends that together hold its 24 bits, so
+tensor cores give what an fp32 product would. Each score is one product over all of D in a tile of fixed shape: its
+bits depend on the query and the cell alone, not on the table around them.
+
+FS-L keeps a cell for one interval of blocks: it enters with its own block and leaves for good when `retain` better
+and `recent` later cells have come. `leave` holds the global index of the cell whose arrival ends the interval, so all
+pools of a sequence come from one pass over pairs of cells that stops as soon as the fate of its cells is known.
+
+Shapes: B batch, T tokens or queries, H query heads, G key/value heads, R = H / G, D head dim, s cell size, N cells in
+the table, K cells per query, C columns of a pool (retain + recent), BG = B * G.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_tools import dot, padded_dim, rotate_pair, token_strides
+
+NEVER = tl.constexpr(2**30)
+TILE = 64  # pairs that one step of the readout takes; the pairs of each cell start at a multiple of it
+
+
+@triton.jit
+def _prepare_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, mean_ptr, priority_ptr,
+    q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, rope_sb, T, N, G, head_start, part_step,
+    R: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr,
+    ROTATE: tl.constexpr, SUMMARISE: tl.constexpr,
+):  # fmt: skip
+    """One cell of one kv head: its mean key and priority, and the rotation of its keys and queries.
+
+    Rotated rows go to a chunk of heads, [heads, R, T, D] and [heads, T, D].
+    """
+    HALF: tl.constexpr = (D + 1) // 2
+    cells = tl.cdiv(T, S)
+    pid = tl.program_id(0)
+    cell = (pid % cells).to(tl.int64)
+    chunk_g = (pid // cells).to(tl.int64)
+    group = head_start + chunk_g
+    b, g = group // G, group % G
+    inside = tl.arange(0, S)
+    token = cell * S + inside
+    lane = tl.arange(0, HP)
+    low = (token < T)[:, None] & (lane < HALF)[None, :]
+    high = (token < T)[:, None] & (HALF + lane < D)[None, :]
+    at = k_ptr + b * k_sb + g * k_sg + cell * k_sn + inside[:, None] * k_ss + lane[None, :]
+    first = tl.load(at, mask=low, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=high, other=0.0).to(tl.float32)
+    if SUMMARISE and cell < N:
+        norm = tl.sqrt(tl.sum(first * first, 1) + tl.sum(second * second, 1))
+        tl.store(priority_ptr + group * N + cell, tl.max(norm, 0))
+        rest_first, rest_second = tl.sum(first, 0) / S, tl.sum(second, 0) / S
+        mean = mean_ptr + (group * N + cell) * D + lane
+        for part in range(PARTS):
+            a = rest_first.to(mean_ptr.dtype.element_ty)
+            z = rest_second.to(mean_ptr.dtype.element_ty)
+            tl.store(mean + part * part_step, a, mask=lane < HALF)
+            tl.store(mean + part * part_step + HALF, z, mask=HALF + lane < D)
+            rest_first -= a.to(tl.float32)
+            rest_second -= z.to(tl.float32)
+    if ROTATE:
+        angle = b * rope_sb + token[:, None] * HALF + lane[None, :]
+        cos = tl.load(cos_ptr + angle, mask=low, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=low, other=0.0)
+        first, second = rotate_pair(first, second, cos, sin)
+        at = k_out_ptr + (chunk_g * T + token)[:, None] * D + lane[None, :]
+        tl.store(at, first.to(k_out_ptr.dtype.element_ty), mask=low)
+        tl.store(at + HALF, second.to(k_out_ptr.dtype.element_ty), mask=high)
+        for r in range(R):
+            at = q_ptr + b * q_sb + (g * R + r) * q_sh + token[:, None] * q_st + lane[None, :]
+            first = tl.load(at, mask=low, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF, mask=high, other=0.0).to(tl.float32)
+            first, second = rotate_pair(first, second, cos, sin)
+            at = q_out_ptr + ((chunk_g * R + r) * T + token)[:, None] * D + lane[None, :]
+            tl.store(at, first.to(q_out_ptr.dtype.element_ty), mask=low)
+            tl.store(at + HALF, second.to(q_out_ptr.dtype.element_ty), mask=high)
+
+
+@triton.jit
+def _leave_kernel(
+    priority_ptr, index_ptr, leave_ptr, N, RETAIN, RECENT, HAS_INDEX: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr
+):
+    """Index of the cell whose arrival ends each cell's time in the pool, NEVER if none of the table does."""
+    tiles = tl.cdiv(N, BC)
+    pid = tl.program_id(0)
+    base = (pid // tiles).to(tl.int64) * N
+    c = pid % tiles * BC + tl.arange(0, BC)
+    a = tl.load(priority_ptr + base + c, mask=c < N, other=0.0)
+    index = c
+    if HAS_INDEX:
+        index = tl.load(index_ptr + base + c, mask=c < N, other=-1)
+    present = (c < N) & (index >= 0)
+
+    better = tl.where(present, 0, RETAIN)  # how many better cells have come
+    outdone = tl.full([BC], NEVER, tl.int32)  # the retain-th of them
+    j0 = 0
+    while (j0 < N) & (tl.min(better, 0) < RETAIN):
+        j = j0 + tl.arange(0, BJ)
+        aj = tl.load(priority_ptr + base + j, mask=j < N, other=0.0)
+        come = j
+        if HAS_INDEX:
+            come = tl.load(index_ptr + base + j, mask=j < N, other=-1)
+        wins = (aj[None, :] > a[:, None]) | ((aj[None, :] == a[:, None]) & (j[None, :] < c[:, None]))
+        wins = (wins & ((j < N) & (come >= 0))[None, :]).to(tl.int32)
+        after = better + tl.sum(wins, 1)
+        last = (better < RETAIN) & (after >= RETAIN)
+        if tl.max(last.to(tl.int32), 0) > 0:
+            nth = better[:, None] + tl.cumsum(wins, 1)
+            hit = last[:, None] & (wins > 0) & (nth == RETAIN)
+            outdone = tl.where(last, tl.max(tl.where(hit, come[None, :], -1), 1), outdone)
+        better = after
+        j0 += BJ
+
+    old = c + RECENT  # the recent-th later cell
+    if HAS_INDEX:
+        later = tl.where(present, 0, RECENT)
+        old = tl.full([BC], NEVER, tl.int32)
+        j0 = pid % tiles * BC
+        while (j0 < N) & (tl.min(later, 0) < RECENT):
+            j = j0 + tl.arange(0, BJ)
+            come = tl.load(index_ptr + base + j, mask=j < N, other=-1)
+            counts = ((j[None, :] > c[:, None]) & (come >= 0)[None, :]).to(tl.int32)
+            after = later + tl.sum(counts, 1)
+            last = (later < RECENT) & (after >= RECENT)
+            nth = later[:, None] + tl.cumsum(counts, 1)
+            hit = last[:, None] & (counts > 0) & (nth == RECENT)
+            old = tl.where(last, tl.max(tl.where(hit, come[None, :], -1), 1), old)
+            later = after
+            j0 += BJ
+    tl.store(leave_ptr + base + c, tl.maximum(outdone, old), mask=c < N)
+
+
+@triton.jit
+def _pool_kernel(
+    index_ptr, leave_ptr, pool_ptr, N, blocks, query_start, QUERY_BLOCK: tl.constexpr, S: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, HAS_INDEX: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """Columns of the table that the pool holds at each query block [BG, blocks, C], ascending, -1 padded."""
+    pid = tl.program_id(0)
+    base = (pid // blocks).to(tl.int64) * N
+    ended = (query_start + pid % blocks * QUERY_BLOCK) // S  # cells that end at or before the block
+    stop = N
+    if not HAS_INDEX:
+        stop = tl.minimum(N, ended)
+    pool = pool_ptr + pid.to(tl.int64) * C
+    held = 0
+    for j0 in range(0, stop, BJ):
+        j = j0 + tl.arange(0, BJ)
+        index = j
+        if HAS_INDEX:
+            index = tl.load(index_ptr + base + j, mask=j < stop, other=-1)
+        leave = tl.load(leave_ptr + base + j, mask=j < stop, other=-1)
+        keep = (j < stop) & (index >= 0) & (index < ended) & (leave >= ended)
+        place = held + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(pool + place, j, mask=keep)
+        held += tl.sum(keep.to(tl.int32), 0)
+    slot = tl.arange(0, CP)
+    tl.store(pool + slot, tl.full([CP], -1, tl.int32), mask=(slot >= held) & (slot < C))
+
+
+@triton.jit
+def _rank_tiles(
+    best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, width, start, stop, ended,
+    part_step, N, scale, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr,
+    HAS_INDEX: tl.constexpr, NEAR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Let the candidates start .. stop compete for the K best of each query.
+
+    NEAR computes erf; elsewhere it is 1 to the last bit.
+    """
+    lane = tl.arange(0, DP)
+    for c0 in range(start, stop, BC):
+        candidate = c0 + tl.arange(0, BC)
+        column = candidate
+        if POOL:
+            column = tl.load(pool_ptr + candidate, mask=candidate < stop, other=-1)
+        present = (candidate < stop) & (column >= 0)
+        index = column
+        if HAS_INDEX:
+            index = tl.load(index_ptr + column, mask=present, other=-1)
+        present = present & (index >= 0) & (index < ended)
+        here = present[:, None] & (lane < D)[None, :]
+        at = mean_ptr + column.to(tl.int64)[:, None] * D + lane[None, :]
+        # smallest addend first
+        scores = dot(q, tl.trans(tl.load(at + (PARTS - 1) * part_step, mask=here, other=0.0)))
+        for part in tl.static_range(1, PARTS):
+            mean = tl.load(at + (PARTS - 1 - part) * part_step, mask=here, other=0.0)
+            scores = dot(q, tl.trans(mean), scores)
+        weight = lam * tl.load(priority_ptr + column, mask=present, other=0.0)
+        if NEAR:
+            distance = (position[:, None] - index[None, :] * S).to(tl.float32) - 0.5 * S
+            scores = scores * scale + weight[None, :] * tl.erf(distance / width)
+        else:
+            scores = scores * scale + weight[None, :]
+        scores = tl.where(present[None, :], scores, -float("inf"))
+
+        top, at_top = tl.max(scores, 1, return_indices=True)  # the first of equals
+        worst = tl.min(best, 1)
+        while tl.max((top > worst).to(tl.int32), 0) > 0:
+            entering = top > worst
+            if POOL:
+                hit = tl.arange(0, BC)[None, :] == at_top[:, None]
+                entrant = tl.sum(tl.where(hit, column[None, :], 0), 1)
+            else:
+                entrant = c0 + at_top
+            # among equals the one of largest column goes
+            is_worst = best == worst[:, None]
+            victim = tl.max(tl.where(is_worst, column_of, -NEVER), 1)
+            replace = is_worst & (column_of == victim[:, None]) & entering[:, None]
+            best = tl.where(replace, top[:, None], best)
+            column_of = tl.where(replace, entrant[:, None], column_of)
+            gone = (tl.arange(0, BC)[None, :] == at_top[:, None]) & entering[:, None]
+            scores = tl.where(gone, -float("inf"), scores)
+            top, at_top = tl.max(scores, 1, return_indices=True)
+            worst = tl.min(best, 1)
+    return best, column_of
+
+
+@triton.jit
+def _select_kernel(
+    q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, count_ptr,
+    q_sb, q_st, q_sh, T, N, G, blocks, query_start, part_step, scale,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, QUERY_BLOCK: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr,
+    HAS_INDEX: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The K best columns of each query [B, T, H, K], ascending, -1 padded; counts how often each is chosen."""
+    TILES: tl.constexpr = (QUERY_BLOCK + BM - 1) // BM
+    pid = tl.program_id(0)
+    tile = pid % TILES
+    # late blocks of FS have the most to rank and start first
+    block = blocks - 1 - pid // TILES % blocks
+    head = pid // TILES // blocks
+    group = (head // R).to(tl.int64)  # (b, g)
+    b, g = group // G, group % G
+    h = g * R + head % R
+    inside = tile * BM + tl.arange(0, BM)
+    rows = block * QUERY_BLOCK + inside
+    in_rows = (inside < QUERY_BLOCK) & (rows < T)
+    block_start = query_start + block * QUERY_BLOCK
+    ended = block_start // S
+    position = query_start + rows
+    lane = tl.arange(0, DP)
+    q = tl.load(
+        q_ptr + b * q_sb + h * q_sh + rows.to(tl.int64)[:, None] * q_st + lane[None, :],
+        mask=in_rows[:, None] & (lane < D)[None, :],
+        other=0.0,
+    )
+    sigma = tl.load(sigma_ptr + h).to(tl.float32)
+    lam = tl.load(lam_ptr + h).to(tl.float32)
+    mean_ptr += group * N * D
+    priority_ptr += group * N
+    index_ptr += group * N
+    pool_ptr += (group * blocks + block) * C
+
+    slot = tl.arange(0, KP)
+    # lanes past K hold +inf and are never replaced; empty ones differ, so that one at a time is
+    best = tl.where((slot < K)[None, :] & (rows >= 0)[:, None], -float("inf"), float("inf"))
+    column_of = tl.zeros([BM, KP], tl.int32) - 1 - slot[None, :]
+    stop = N
+    far = 0
+    if POOL:
+        stop = C
+    elif not HAS_INDEX:
+        stop = tl.minimum(N, ended)
+        # cells that end 8 sigma or more before the block: erf(4) rounds to 1 in fp32
+        far = tl.maximum((block_start - 8.0 * sigma) / S, 0.0)
+        far = tl.minimum(far.to(tl.int32), stop) // BC * BC
+    if (not POOL) and (not HAS_INDEX):
+        best, column_of = _rank_tiles(
+            best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, 0, far, ended,
+            part_step, N, scale, D, DP, S, PARTS, POOL, HAS_INDEX, False, BC,
+        )  # fmt: skip
+    best, column_of = _rank_tiles(
+        best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, far, stop, ended,
+        part_step, N, scale, D, DP, S, PARTS, POOL, HAS_INDEX, True, BC,
+    )  # fmt: skip
+
+    order = tl.where(column_of >= 0, column_of, NEVER - column_of)
+    place = tl.sum((order[:, None, :] < order[:, :, None]).to(tl.int32), 2)
+    real = in_rows[:, None] & (column_of >= 0)
+    pair = ((b * T + rows) * (G * R) + h)[:, None] * K + place
+    tl.store(picks_ptr + pair, tl.where(real, column_of, -1), mask=in_rows[:, None] & (place < K))
+    if COUNT:
+        rank = tl.atomic_add(count_ptr + group * N + column_of, 1, mask=real, sem="relaxed")
+        tl.store(rank_ptr + pair, rank, mask=real)
+
+
+@triton.jit
+def _offset_kernel(count_ptr, offset_ptr, N, TILE: tl.constexpr, BN: tl.constexpr):
+    """Where the pairs of each cell start, within their kv head: running sums of the counts, rounded up to TILE."""
+    base = tl.program_id(0).to(tl.int64) * N
+    total = tl.zeros_like(base)
+    for n0 in range(0, N, BN):
+        n = n0 + tl.arange(0, BN)
+        size = (tl.load(count_ptr + base + n, mask=n < N, other=0) + TILE - 1) // TILE * TILE
+        end = total + tl.cumsum(size.to(tl.int64), 0)
+        tl.store(offset_ptr + base + n, (end - size).to(tl.int32), mask=n < N)
+        total = tl.max(end, 0)
+
+
+@triton.jit
+def _order_kernel(
+    picks_ptr, rank_ptr, offset_ptr, order_ptr, T, N, G, capacity, R: tl.constexpr, K: tl.constexpr, BP: tl.constexpr
+):
+    """Put each pair (query, head, slot), numbered within its kv head, where its cell's pairs lie."""
+    pairs = T * R * K
+    tiles = tl.cdiv(pairs, BP)
+    pid = tl.program_id(0)
+    group = (pid // tiles).to(tl.int64)
+    b, g = group // G, group % G
+    pair = pid % tiles * BP + tl.arange(0, BP)
+    at = (b * T + pair // (R * K)) * (G * R * K) + g * R * K + pair % (R * K)
+    column = tl.load(picks_ptr + at, mask=pair < pairs, other=-1)
+    real = column >= 0
+    place = tl.load(offset_ptr + group * N + column, mask=real, other=0) + tl.load(rank_ptr + at, mask=real, other=0)
+    tl.store(order_ptr + group * capacity + place, pair, mask=real)
+
+
+class Choice:
+    """What selection hands to the readout.
+
+    picks: int32 [B, T, H, K], columns of the table, ascending, -1 padded.
+    order: int32 [BG, capacity], pairs (t * R + r) * K + slot by cell, -1 in the gaps.
+    count, offset: int32 [BG, N], each cell's pairs and where they start in `order`.
+    """
+
+    def __init__(self, picks: Tensor, order: Tensor, count: Tensor, offset: Tensor):
+        self.picks, self.order, self.count, self.offset = picks, order, count, offset
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.picks, self.order, self.count, self.offset
+
+
+def mean_parts(dtype: torch.dtype) -> int:
+    """Addends in which a mean key is kept."""
+    return 1 if dtype == torch.float32 else 3
+
+
+def cell_strides(k: Tensor, cell_size: int) -> tuple[int, int, int, int]:
+    """Strides of batch, kv head, cell and token for tokens [B, T, G, D]."""
+    return k.stride(0), k.stride(2), cell_size * k.stride(1), k.stride(1)
+
+
+def prepare(
+    q: Tensor, k: Tensor, strides: tuple[int, int, int, int], T: int, N: int, G: int, cell_size: int,
+    *, summaries: tuple[Tensor, Tensor] | None = None, rope: tuple[Tensor, Tensor] | None = None,
+    rotated: tuple[Tensor, Tensor] | None = None, heads: range,
+) -> None:  # fmt: skip
+    """Fill `summaries` (mean parts [PARTS, BG, N, D], priority [BG, N]) and/or `rotated` q and k of the `heads`."""
+    D, R = k.shape[-1], q.shape[2] // G
+    mean, priority = summaries or (k, k)
+    cos, sin = rope or (k, k)
+    q_out, k_out = rotated or (k, k)
+    _prepare_kernel[(triton.cdiv(T, cell_size) * len(heads),)](
+        q, k, cos, sin, q_out, k_out, mean, priority, *token_strides(q), *strides,
+        cos.stride(0) if cos.dim() == 3 else 0, T, N, G, heads.start, mean.stride(0),
+        R=R, D=D, HP=padded_dim(D) // 2, S=cell_size, PARTS=mean_parts(k.dtype),
+        ROTATE=rope is not None, SUMMARISE=summaries is not None, num_warps=2,
+    )  # fmt: skip
+
+
+def empty_summaries(k: Tensor, BG: int, N: int) -> tuple[Tensor, Tensor]:
+    mean = torch.empty(mean_parts(k.dtype), BG, N, k.shape[-1], dtype=k.dtype, device=k.device)
+    return mean, torch.empty(BG, N, dtype=torch.float32, device=k.device)
+
+
+def select(
+    q: Tensor, mean: Tensor, priority: Tensor, index: Tensor | None, G: int, sigma: Tensor, lam: Tensor, *,
+    query_start: int, query_block: int, cell_size: int, top_k: int, retain: int | None, recent: int,
+    pairs: bool = True, deterministic: bool = False,
+) -> Choice:  # fmt: skip
+    """Choose the cells of each query and order the pairs by cell.
+
+    Args:
+        q: [B, T, H, D], dense heads. mean, priority: summaries of the table. index: int32 [BG, N]; None is 0 .. N-1.
+        sigma, lam: fp32 [H].
+        pairs: order the pairs too.
+        deterministic: the same order in every run, at the price of a sort.
+    """
+    B, T, H, D = q.shape
+    BG, N = priority.shape
+    R, K, device = H // G, top_k, q.device
+    blocks = triton.cdiv(T, query_block)
+    has_index = index is not None
+    some = priority if index is None else index
+    C, pool = 1, some
+    if retain is not None and N > 0:
+        C = retain + recent
+        leave = torch.empty(BG, N, dtype=torch.int32, device=device)
+        _leave_kernel[(triton.cdiv(N, 32) * BG,)](
+            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=32, BJ=128, num_warps=4
+        )
+        pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=device)
+        _pool_kernel[(blocks * BG,)](
+            some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
+            CP=triton.next_power_of_2(C), HAS_INDEX=has_index, BJ=1024, num_warps=4,
+        )  # fmt: skip
+    picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
+    rank = torch.empty_like(picks) if pairs else picks
+    count = torch.zeros(BG, N, dtype=torch.int32, device=device)
+    BM = min(128 if q.dtype != torch.float32 else 64, max(16, triton.next_power_of_2(query_block)))
+    _select_kernel[(triton.cdiv(query_block, BM) * blocks * B * H,)](
+        q, mean, priority, some, pool, sigma, lam, picks, rank, count, *token_strides(q),
+        T, N, G, blocks, query_start, mean.stride(0), D**-0.5,
+        R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, KP=triton.next_power_of_2(K), C=C,
+        PARTS=mean.shape[0], POOL=retain is not None, HAS_INDEX=has_index, COUNT=pairs, BM=BM,
+        BC=32 if retain is not None or q.dtype == torch.float32 else 64, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if not pairs:
+        return Choice(picks, picks, count, count)
+    offset = torch.empty_like(count)
+    _offset_kernel[(BG,)](count, offset, N, TILE=TILE, BN=1024, num_warps=4)
+    capacity = order_capacity(T * R * K, N)
+    order = torch.full((BG, capacity), -1, dtype=torch.int32, device=device)
+    if deterministic:
+        rank = _sorted_rank(picks, count, G)
+    _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
+        picks, rank, offset, order, T, N, G, capacity, R=R, K=K, BP=1024, num_warps=4
+    )
+    return Choice(picks, order, count, offset)
+
+
+def order_capacity(pairs: int, N: int) -> int:
+    """Places for the pairs of one kv head when those of each of N cells start at a multiple of TILE."""
+    return (pairs + N * (TILE - 1) + TILE - 1) // TILE * TILE
+
+
+def _sorted_rank(picks: Tensor, count: Tensor, G: int) -> Tensor:
+    """Each pair's place among the pairs of its cell, in the order of queries."""
+    B, T, H, K = picks.shape
+    columns = picks.view(B, T, G, -1).transpose(1, 2).reshape(B * G, -1)
+    columns, pair = columns.sort(dim=-1, stable=True)  # padding comes first
+    start = (count.cumsum(-1) - count).gather(-1, columns.clamp(min=0).long())
+    start += (columns < 0).sum(-1, keepdim=True)
+    place = torch.arange(columns.shape[1], device=picks.device) - start
+    rank = torch.empty_like(columns).scatter_(-1, pair, place.int())
+    return rank.view(B, G, T, -1).transpose(1, 2).reshape(B, T, H, K)

@@ -1,0 +1,85 @@
+"""What the Triton kernels share: the choice of backend, padded head dims and rotation of half heads.
+
+Shapes: T tokens, D head dim, DP padded head dim (a power of two, at least 16).
+A padded head keeps its halves apart: lane j < DP/2 is dimension j, lane DP/2 + j is dimension D/2 + j, so that the
+rotary partner of a lane is DP/2 away whatever D is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(-1.0e30)  # a logit that is not there; finite, so that a tile of them makes no NaN
+
+
+def use_triton(operator: str, backend: str, *tensors: Tensor) -> bool:
+    """Whether `backend` means the Triton kernels for these inputs.
+
+    "auto" takes them on CUDA and the torch reference elsewhere; fp64, which the kernels do not have, is the
+    reference's everywhere.
+
+    Raises:
+        ValueError: an unknown backend, or "triton" where it cannot run.
+    """
+    x = tensors[0]
+    if backend == "reference":
+        return False
+    if backend == "auto":
+        return x.is_cuda and all(t.dtype in TRITON_DTYPES for t in tensors)
+    if backend != "triton":
+        raise ValueError(f"{operator}: backend must be one of auto, reference, triton, got {backend!r}")
+    if any(t.dtype != x.dtype for t in tensors) or x.dtype not in TRITON_DTYPES:
+        raise ValueError(f"{operator}: the Triton kernels take q, k and v all in bf16, fp16 or fp32, "
+                         f"got {', '.join(str(t.dtype) for t in tensors)}")  # fmt: skip
+    if not x.is_cuda and not isinstance(rotate_pair, InterpretedFunction):
+        raise ValueError(f"{operator}: backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {x.device}")
+    return True
+
+
+def padded_dim(head_dim: int) -> int:
+    """DP: lanes that hold one head; tl.dot wants a power of two and at least 16."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, token and head of [B, T, H, D] whose last dim is dense."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def dense_heads(x: Tensor) -> Tensor:
+    """`x` itself if each head's D numbers lie side by side, else a contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def head_lanes(D: tl.constexpr, DP: tl.constexpr):
+    """Memory offset of each lane of a padded head, and whether it is there."""
+    lane = tl.arange(0, DP)
+    if D == DP:
+        return lane, lane < D
+    HALF: tl.constexpr = (D + 1) // 2
+    inside = lane % (DP // 2)
+    offset = (lane // (DP // 2)) * HALF + inside
+    return offset, (inside < HALF) & (offset < D)
+
+
+@triton.jit
+def rotate_pair(first, second, cos, sin):
+    """Turn dimension d together with dimension d + D/2; the inverse turn is the one with -sin."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def split_halves(x, ROWS: tl.constexpr, DP: tl.constexpr):
+    """[ROWS, DP] -> its two halves [ROWS, DP/2]."""
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, DP // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """Matmul with fp32 sums; fp32 operands are multiplied in fp32, never in tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,533 @@
+"""Window attention on the GPU: FreeSolo's local branch, plain sliding windows and dense causal attention.
+
+Forward keeps the log-sum-exp of each row. Backward is two kernels without atomics, so its result is the same in
+every run: one owns a tile of keys and walks the queries that see it, one owns a tile of queries.
+For FreeSolo the last step of each direction is fused in: the forward adds alpha * RMSNorm(u) to its rows, the
+backward turns gradients back to unrotated q and k and adds what the readout passed to them.
+
+Shapes: B batch, Tq queries, Tk keys, H query heads, G key/value heads, R = H / G, D head dim, K cells per query.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_tools import (
+    LOG2E,
+    MASKED,
+    dense_heads,
+    dot,
+    head_lanes,
+    padded_dim,
+    rotate_pair,
+    split_halves,
+    token_strides,
+)
+
+
+@triton.jit
+def _visible(row, key, first, WINDOW, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr):
+    """Which keys each row sees; `row` and `key` are key positions that broadcast."""
+    seen = key <= row
+    if HAS_WINDOW:
+        seen = seen & (key >= row - WINDOW)
+    if HAS_FIRST:
+        seen = seen & (key >= first)
+    return seen
+
+
+@triton.jit
+def _attend_tiles(
+    acc, peak, total, q, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW, scale,
+    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys start .. stop; EDGE tiles hold keys that some row does not see."""
+    for n in range(start, stop, BN):
+        key = n + tl.arange(0, BN)
+        in_keys = (key < Tk)[:, None] & there[None, :]
+        k = tl.load(k_ptr + key.to(tl.int64)[:, None] * k_st + lanes[None, :], mask=in_keys, other=0.0)
+        v = tl.load(v_ptr + key.to(tl.int64)[:, None] * v_st + lanes[None, :], mask=in_keys, other=0.0)
+        logits = dot(q, tl.trans(k)) * scale  # [BM, BN], in units of log 2
+        if EDGE or HAS_FIRST:
+            seen = _visible(row[:, None], key[None, :], first[:, None], WINDOW, HAS_WINDOW, HAS_FIRST)
+            logits = tl.where(seen, logits, MASKED)
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def merge_slots(
+    part_ptr, part_lse_ptr, picks_ptr, pair_rows, pick_rows, in_rows, lanes, there,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """u and its log-sum-exp from the K cells read apart: a softmax over softmaxes.
+
+    `pair_rows` index the parts of a chunk of heads, `pick_rows` the choices of all heads.
+    """
+    peak = tl.full([ROWS], MASKED, tl.float32)
+    for slot in range(K):
+        pick = tl.load(picks_ptr + pick_rows * K + slot, mask=in_rows, other=-1)
+        lse = tl.load(part_lse_ptr + pair_rows * K + slot, mask=in_rows & (pick >= 0), other=MASKED)
+        peak = tl.maximum(peak, lse)
+    total = tl.zeros([ROWS], tl.float32)
+    u = tl.zeros([ROWS, DP], tl.float32)
+    for slot in range(K):
+        pick = tl.load(picks_ptr + pick_rows * K + slot, mask=in_rows, other=-1)
+        lse = tl.load(part_lse_ptr + pair_rows * K + slot, mask=in_rows & (pick >= 0), other=MASKED)
+        weight = tl.where(pick >= 0, tl.exp2(lse - peak), 0.0)
+        part = tl.load(
+            part_ptr + (pair_rows * K + slot)[:, None] * D + lanes[None, :],
+            mask=(in_rows & (pick >= 0))[:, None] & there[None, :],
+            other=0.0,
+        )
+        u += weight[:, None] * part.to(tl.float32)
+        total += weight
+    total = tl.where(total > 0, total, 1.0)
+    return u / total[:, None], peak + tl.log2(total)
+
+
+@triton.jit
+def _window_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, local_ptr, lse_ptr,
+    part_ptr, part_lse_ptr, picks_ptr, alpha_ptr, gain_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
+    Tq, Tk, G, head_start, heads, WINDOW, query_offset, scale, eps,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, KEEP_LOCAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    # q and k may be a chunk of heads (the chunk's first is head_start), everything else holds all heads
+    tiles = tl.cdiv(Tq, BM)
+    pid = tl.program_id(0)
+    m0 = (pid % tiles) * BM
+    group = head_start + pid // tiles // R  # (b, g)
+    r = pid // tiles % R
+    b, g = (group // G).to(tl.int64), group % G
+    h = g * R + r
+    chunk_b, chunk_g = b, g
+    if HAS_READ:
+        chunk_b, chunk_g = tl.zeros_like(b), pid // tiles // R
+    lanes, there = head_lanes(D, DP)
+    rows = m0 + tl.arange(0, BM)
+    in_rows = rows < Tq
+    here = in_rows[:, None] & there[None, :]
+    q_ptr += chunk_b * q_sb + (chunk_g.to(tl.int64) * R + r) * q_sh
+    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * q_st + lanes[None, :], mask=here, other=0.0)
+    k_ptr += chunk_b * k_sb + chunk_g.to(tl.int64) * k_sh
+    v_ptr += b * v_sb + g.to(tl.int64) * v_sh
+    row = query_offset + rows
+    first = tl.zeros([BM], tl.int32)
+    if HAS_FIRST:
+        first = tl.load(first_ptr + b * Tq + rows, mask=in_rows, other=0).to(tl.int32)
+
+    start = tl.zeros_like(m0)
+    full = start
+    if HAS_WINDOW:
+        start = tl.maximum(query_offset + m0 - WINDOW, 0) // BN * BN
+        full = (tl.maximum(query_offset + m0 + BM - 1 - WINDOW, 0) + BN - 1) // BN * BN
+    diagonal = (query_offset + m0 + 1) // BN * BN
+    full = tl.minimum(full, diagonal)
+    stop = tl.minimum(query_offset + m0 + BM, Tk)
+    acc = tl.zeros([BM, DP], tl.float32)
+    peak = tl.full([BM], MASKED, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if HAS_WINDOW:
+        acc, peak, total = _attend_tiles(
+            acc, peak, total, q, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk, WINDOW,
+            scale * LOG2E, HAS_WINDOW, HAS_FIRST, True, BN,
+        )  # fmt: skip
+    acc, peak, total = _attend_tiles(
+        acc, peak, total, q, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk, WINDOW,
+        scale * LOG2E, HAS_WINDOW, HAS_FIRST, False, BN,
+    )  # fmt: skip
+    acc, peak, total = _attend_tiles(
+        acc, peak, total, q, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk, WINDOW,
+        scale * LOG2E, HAS_WINDOW, HAS_FIRST, True, BN,
+    )  # fmt: skip
+
+    blind = peak <= 0.5 * MASKED  # sees no key
+    local = tl.where(blind[:, None], 0.0, acc / total[:, None])
+    token = (b * Tq + rows) * (G * R) + h
+    tl.store(lse_ptr + token, tl.where(blind, 0.0, peak + tl.log2(total)), mask=in_rows)
+    if HAS_READ:
+        if KEEP_LOCAL:
+            tl.store(local_ptr + token[:, None] * D + lanes[None, :], local.to(local_ptr.dtype.element_ty), mask=here)
+        pair = (chunk_g.to(tl.int64) * Tq + rows) * R + r
+        u, _ = merge_slots(part_ptr, part_lse_ptr, picks_ptr, pair, token, in_rows, lanes, there, K, D, DP, BM)
+        alpha = tl.load(alpha_ptr + h).to(tl.float32)
+        gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
+        local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
+    tl.store(out_ptr + token[:, None] * D + lanes[None, :], local.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _row_dot_kernel(
+    x_ptr, y_ptr, out_ptr, num_rows, T, H, y_sb, y_st, y_sh, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+):
+    """sum_d x * y of each row; x and out are dense [B, T, H, ..]."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes, there = head_lanes(D, DP)
+    here = (row < num_rows)[:, None] & there[None, :]
+    at = row // H // T * y_sb + row // H % T * y_st + row % H * y_sh
+    x = tl.load(x_ptr + row[:, None] * D + lanes[None, :], mask=here, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + at[:, None] + lanes[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, tl.sum(x * y, 1), mask=row < num_rows)
+
+
+@triton.jit
+def _add_key_tiles(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, q_st, do_st, token_step, lanes, there, key,
+    start, stop, Tq, WINDOW, query_offset, scale,
+    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one tile of keys from the queries start .. stop."""
+    for m in range(start, stop, BM):
+        rows = m + tl.arange(0, BM)
+        in_rows = rows < Tq
+        here = in_rows[:, None] & there[None, :]
+        wide = rows.to(tl.int64)
+        q = tl.load(q_ptr + wide[:, None] * q_st + lanes[None, :], mask=here, other=0.0)
+        d_out = tl.load(do_ptr + wide[:, None] * do_st + lanes[None, :], mask=here, other=0.0)
+        lse = tl.load(lse_ptr + wide * token_step, mask=in_rows, other=0.0)
+        delta = tl.load(delta_ptr + wide * token_step, mask=in_rows, other=0.0)
+        weights = tl.exp2(dot(k, tl.trans(q)) * (scale * LOG2E) - lse[None, :])  # [BN, BM]
+        if EDGE or HAS_FIRST:
+            first = tl.zeros([BM], tl.int32)
+            if HAS_FIRST:
+                first = tl.load(first_ptr + wide, mask=in_rows, other=0).to(tl.int32)
+            row = query_offset + rows
+            seen = _visible(row[None, :], key[:, None], first[None, :], WINDOW, HAS_WINDOW, HAS_FIRST)
+            weights = tl.where(seen, weights, 0.0)
+        dv = dot(weights.to(d_out.dtype), d_out, dv)
+        d_weights = dot(v, tl.trans(d_out))
+        d_logits = weights * (d_weights - delta[None, :])
+        dk = dot(d_logits.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def _store_rotated_back(
+    ptr, grad, cos_ptr, sin_ptr, tokens, in_rows, row_step, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+):
+    """Store the gradient of x, given that of rotated x."""
+    HALF: tl.constexpr = D // 2
+    lane = tl.arange(0, DP // 2)
+    here = in_rows[:, None] & (lane < HALF)[None, :]
+    cos = tl.load(cos_ptr + tokens[:, None] * HALF + lane[None, :], mask=here, other=0.0)
+    sin = tl.load(sin_ptr + tokens[:, None] * HALF + lane[None, :], mask=here, other=0.0)
+    first, second = split_halves(grad, ROWS, DP)
+    first, second = rotate_pair(first, second, cos, -sin)
+    at = ptr + tokens[:, None] * row_step + lane[None, :]
+    return first, second, at, here
+
+
+@triton.jit
+def _window_bwd_key_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
+    Tq, Tk, G, head_start, num_read, WINDOW, query_offset, scale,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(Tk, BN)
+    pid = tl.program_id(0)
+    n0 = (pid % tiles) * BN
+    local_group = pid // tiles
+    group = head_start + local_group
+    b, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
+    chunk_b, chunk_g = b, g
+    if FUSED:
+        chunk_b, chunk_g = tl.zeros_like(b), local_group.to(tl.int64)
+    lanes, there = head_lanes(D, DP)
+    key = n0 + tl.arange(0, BN)
+    in_keys = key < Tk
+    here = in_keys[:, None] & there[None, :]
+    wide = key.to(tl.int64)
+    k = tl.load(k_ptr + chunk_b * k_sb + chunk_g * k_sh + wide[:, None] * k_st + lanes[None, :], mask=here, other=0.0)
+    v = tl.load(v_ptr + b * v_sb + g * v_sh + wide[:, None] * v_st + lanes[None, :], mask=here, other=0.0)
+
+    # queries n0 .. n0 + BN - 1 + WINDOW, as rows; all of them see the whole tile from `full` to `full_stop`
+    start = tl.maximum(n0 - query_offset, 0) // BM * BM
+    full = (tl.maximum(n0 + BN - 1 - query_offset, 0) + BM - 1) // BM * BM
+    stop = Tq
+    full_stop = Tq
+    if HAS_WINDOW:
+        stop = tl.minimum(tl.maximum(n0 + BN + WINDOW - query_offset, 0), Tq)
+        full_stop = tl.maximum(n0 + WINDOW - query_offset + 1, 0) // BM * BM
+    full = tl.minimum(full, stop)
+    full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    for r in range(R):
+        h = g * R + r
+        q_head = q_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh
+        do_head = do_ptr + b * do_sb + h * do_sh
+        token = b * Tq * G * R + h
+        dk, dv = _add_key_tiles(
+            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st, G * R,
+            lanes, there, key, start, full, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, True, BM,
+        )  # fmt: skip
+        dk, dv = _add_key_tiles(
+            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st, G * R,
+            lanes, there, key, full, full_stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, False, BM,
+        )  # fmt: skip
+        if HAS_WINDOW:
+            dk, dv = _add_key_tiles(
+                dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
+                G * R, lanes, there, key, full_stop, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST,
+                True, BM,
+            )  # fmt: skip
+    dk *= scale
+    step = G * D
+    dk_ptr += b * Tk * step + g * D
+    dv_ptr += b * Tk * step + g * D
+    at = dv_ptr + wide[:, None] * step + lanes[None, :]
+    if FUSED:
+        # the readout has already stored what it passes to the tokens of complete cells
+        read = (key < num_read)[:, None]
+        dv += tl.load(at, mask=here & read, other=0.0).to(tl.float32)
+        first, second, at_k, half = _store_rotated_back(
+            dk_ptr, dk, cos_ptr + b * rope_sb, sin_ptr + b * rope_sb, wide, in_keys, step, D, DP, BN
+        )
+        first += tl.load(at_k, mask=half & read, other=0.0).to(tl.float32)
+        second += tl.load(at_k + D // 2, mask=half & read, other=0.0).to(tl.float32)
+        tl.store(at_k, first.to(dk_ptr.dtype.element_ty), mask=half)
+        tl.store(at_k + D // 2, second.to(dk_ptr.dtype.element_ty), mask=half)
+    else:
+        tl.store(dk_ptr + wide[:, None] * step + lanes[None, :], dk.to(dk_ptr.dtype.element_ty), mask=here)
+    tl.store(at, dv.to(dv_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _add_query_tiles(
+    dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW, scale,
+    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one tile of queries from the keys start .. stop."""
+    for n in range(start, stop, BN):
+        key = n + tl.arange(0, BN)
+        in_keys = (key < Tk)[:, None] & there[None, :]
+        k = tl.load(k_ptr + key.to(tl.int64)[:, None] * k_st + lanes[None, :], mask=in_keys, other=0.0)
+        v = tl.load(v_ptr + key.to(tl.int64)[:, None] * v_st + lanes[None, :], mask=in_keys, other=0.0)
+        weights = tl.exp2(dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
+        if EDGE or HAS_FIRST:
+            seen = _visible(row[:, None], key[None, :], first[:, None], WINDOW, HAS_WINDOW, HAS_FIRST)
+            weights = tl.where(seen, weights, 0.0)
+        d_logits = weights * (dot(d_out, tl.trans(v)) - delta[:, None])
+        dq = dot(d_logits.to(k.dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def _window_bwd_query_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dq_ptr, cos_ptr, sin_ptr, part_ptr, picks_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
+    Tq, Tk, G, head_start, WINDOW, query_offset, scale,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(Tq, BM)
+    pid = tl.program_id(0)
+    m0 = (pid % tiles) * BM
+    local_group = pid // tiles // R
+    group = head_start + local_group
+    r = pid // tiles % R
+    b, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
+    h = g * R + r
+    chunk_b, chunk_g = b, g
+    if FUSED:
+        chunk_b, chunk_g = tl.zeros_like(b), local_group.to(tl.int64)
+    lanes, there = head_lanes(D, DP)
+    rows = m0 + tl.arange(0, BM)
+    in_rows = rows < Tq
+    here = in_rows[:, None] & there[None, :]
+    wide = rows.to(tl.int64)
+    q = tl.load(q_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh + wide[:, None] * q_st + lanes[None, :], mask=here,
+                other=0.0)  # fmt: skip
+    d_out = tl.load(do_ptr + b * do_sb + h * do_sh + wide[:, None] * do_st + lanes[None, :], mask=here, other=0.0)
+    token = (b * Tq + wide) * (G * R) + h
+    lse = tl.load(lse_ptr + token, mask=in_rows, other=0.0)
+    delta = tl.load(delta_ptr + token, mask=in_rows, other=0.0)
+    k_ptr += chunk_b * k_sb + chunk_g * k_sh
+    v_ptr += b * v_sb + g * v_sh
+    row = query_offset + rows
+    first = tl.zeros([BM], tl.int32)
+    if HAS_FIRST:
+        first = tl.load(first_ptr + b * Tq + rows, mask=in_rows, other=0).to(tl.int32)
+
+    start = tl.zeros_like(m0)
+    full = start
+    if HAS_WINDOW:
+        start = tl.maximum(query_offset + m0 - WINDOW, 0) // BN * BN
+        full = (tl.maximum(query_offset + m0 + BM - 1 - WINDOW, 0) + BN - 1) // BN * BN
+    diagonal = (query_offset + m0 + 1) // BN * BN
+    full = tl.minimum(full, diagonal)
+    stop = tl.minimum(query_offset + m0 + BM, Tk)
+    dq = tl.zeros([BM, DP], tl.float32)
+    if HAS_WINDOW:
+        dq = _add_query_tiles(
+            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk, WINDOW,
+            scale, HAS_WINDOW, HAS_FIRST, True, BN,
+        )  # fmt: skip
+    dq = _add_query_tiles(
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk, WINDOW,
+        scale, HAS_WINDOW, HAS_FIRST, False, BN,
+    )  # fmt: skip
+    dq = _add_query_tiles(
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk, WINDOW,
+        scale, HAS_WINDOW, HAS_FIRST, True, BN,
+    )  # fmt: skip
+    dq *= scale
+    step = G * R * D
+    dq_ptr += b * Tq * step + h * D
+    if FUSED:
+        a, z, at, half = _store_rotated_back(
+            dq_ptr, dq, cos_ptr + b * rope_sb, sin_ptr + b * rope_sb, wide, in_rows, step, D, DP, BM
+        )
+        pair = (chunk_g * Tq + wide) * R + r
+        lane = tl.arange(0, DP // 2)
+        for slot in range(K):
+            pick = tl.load(picks_ptr + token * K + slot, mask=in_rows, other=-1)
+            part = part_ptr + (pair * K + slot)[:, None] * D + lane[None, :]
+            chosen = half & (pick >= 0)[:, None]
+            a += tl.load(part, mask=chosen, other=0.0).to(tl.float32)
+            z += tl.load(part + D // 2, mask=chosen, other=0.0).to(tl.float32)
+        tl.store(at, a.to(dq_ptr.dtype.element_ty), mask=half)
+        tl.store(at + D // 2, z.to(dq_ptr.dtype.element_ty), mask=half)
+    else:
+        tl.store(dq_ptr + wide[:, None] * step + lanes[None, :], dq.to(dq_ptr.dtype.element_ty), mask=here)
+
+
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
+    """sum_d x * y in fp32: dense [B, T, H, D] and any [B, T, H, D] -> [B, T, H]."""
+    B, T, H, D = x.shape
+    y = dense_heads(y)
+    out = torch.empty(B, T, H, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(out.numel(), 64),)
+    _row_dot_kernel[grid](x, y, out, out.numel(), T, H, *token_strides(y), D=D, DP=padded_dim(D), ROWS=64)
+    return out
+
+
+def forward_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
+    """Tile sizes of the forward kernel; fp32 is multiplied without tensor cores and takes small tiles."""
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
+    if DP <= 64:
+        return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
+
+
+def key_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
+    """Tile sizes of the backward kernel that owns keys."""
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
+    if DP <= 64:
+        return {"BM": 64, "BN": 128, "num_warps": 8, "num_stages": 2}
+    return {"BM": 64, "BN": 64, "num_warps": 8, "num_stages": 2}
+
+
+def query_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
+    """Tile sizes of the backward kernel that owns queries."""
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
+    if DP <= 64:
+        return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
+    return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def window_forward(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Tq, H, D] and the log2-sum-exp of each row [B, Tq, H]."""
+    (B, Tq, H, D), (_, Tk, G, _) = q.shape, k.shape
+    DP, config = padded_dim(D), forward_config(q.dtype, padded_dim(D))
+    out = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, Tq, H, dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(Tq, config["BM"]) * B * H,)
+    _window_fwd_kernel[grid](
+        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse,
+        *token_strides(q), *token_strides(k), *token_strides(v),
+        Tq, Tk, G, 0, 0, window or 0, query_offset, scale, 0.0,
+        R=H // G, D=D, DP=DP, K=1, HAS_WINDOW=window is not None, HAS_FIRST=first_key is not None,
+        HAS_READ=False, KEEP_LOCAL=False, **config,
+    )  # fmt: skip
+    return out, lse
+
+
+def window_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    window: int | None, query_offset: int, first_key: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dense, in the dtype of the inputs."""
+    (B, Tq, H, D), (_, Tk, G, _) = q.shape, k.shape
+    DP = padded_dim(D)
+    d_out = dense_heads(d_out)
+    delta = row_dot(out, d_out)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    first = q if first_key is None else first_key
+    strides = (*token_strides(q), *token_strides(k), *token_strides(v), *token_strides(d_out), 0)
+    shared = {"R": H // G, "D": D, "DP": DP, "HAS_WINDOW": window is not None, "HAS_FIRST": first_key is not None}
+    config = key_config(q.dtype, DP)
+    _window_bwd_key_kernel[(triton.cdiv(Tk, config["BN"]) * B * G,)](
+        q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, *strides,
+        Tq, Tk, G, 0, 0, window or 0, query_offset, scale, FUSED=False, **shared, **config,
+    )  # fmt: skip
+    config = query_config(q.dtype, DP)
+    _window_bwd_query_kernel[(triton.cdiv(Tq, config["BM"]) * B * H,)](
+        q, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, *strides,
+        Tq, Tk, G, 0, window or 0, query_offset, scale, K=1, FUSED=False, **shared, **config,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@torch.library.custom_op("longpitch::window_attention", mutates_args=())
+def _window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (dense_heads(x) for x in (q, k, v))
+    return window_forward(q, k, v, window, query_offset, first_key, scale)
+
+
+@_window_attention.register_fake
+def _(q, k, v, window, query_offset, first_key, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("longpitch::window_attention_backward", mutates_args=())
+def _window_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    window: int | None, query_offset: int, first_key: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (dense_heads(x) for x in (q, k, v))
+    return window_backward(d_out, q, k, v, out, lse, window, query_offset, first_key, scale)
+
+
+@_window_attention_backward.register_fake
+def _(d_out, q, k, v, out, lse, window, query_offset, first_key, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs, output):
+    q, k, v, ctx.window, ctx.query_offset, first_key, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, first_key)
+
+
+def _backward(ctx, d_out, _d_lse):
+    *tensors, first_key = ctx.saved_tensors
+    grads = _window_attention_backward(d_out, *tensors, ctx.window, ctx.query_offset, first_key, ctx.scale)
+    return *grads, None, None, None, None
+
+
+_window_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def triton_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
+) -> Tensor:
+    """`sliding_window_attention` of window.py on checked arguments, on the GPU."""
+    return _window_attention(q, k, v, window, query_offset, first_key, scale)[0]

@@ -1,0 +1,122 @@
+"""The `longpitch` command: parses, calls, and turns every expected error into one sentence and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong use (recipe or command line). Imports are inside the commands so that `--help` and
+errors in a recipe do not wait for torch.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recipes.load import RecipeError, load_recipe
+
+OUR_ROOMS = ("launch", "data_prep", "megatron_ext")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RecipePath = Annotated[Path, typer.Argument(help="YAML file, for example recipes/quickstart.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Changes to the recipe, for example train.steps=100", show_default=False
+    ),
+]
+RunPath = Annotated[Path, typer.Argument(help="run directory, or one checkpoint in it", show_default=False)]
+
+
+@app.callback()
+def _about() -> None:
+    """Train and extend long-context language models with FreeSolo attention on many GPUs."""
+
+
+@app.command(epilog="Example: longpitch prep recipes/quickstart.yaml data.heldout_fraction=0.02")
+def prep(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Turn the recipe's corpora into token shards with a manifest."""
+    loaded = load_recipe(recipe, overrides)
+    from data_prep.prep import prepare
+
+    made = prepare(
+        loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.vocab_size, seed=loaded.seed
+    )
+    typer.echo(str(made))
+
+
+@app.command(
+    epilog="Example: torchrun --nproc-per-node 8 -m launch train recipes/freesolo_340m.yaml parallel.context=8"
+)
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train, or go on from the newest complete checkpoint of the run directory.
+
+    One process by itself, or every process of a torchrun job. SIGTERM and SIGUSR1 finish the step, save and exit 0.
+    """
+    loaded = load_recipe(recipe, overrides)
+    from launch.train import train as run
+
+    run(loaded)
+
+
+@app.command(epilog='Example: longpitch generate runs/quickstart --prompt "def main(" --tokens 64')
+def generate(
+    run: RunPath,
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 64,
+) -> None:
+    """Continue a prompt greedily with the weights of a run."""
+    from launch.generate import greedy
+
+    typer.echo(greedy(run, prompt, tokens))
+
+
+@app.command(epilog="Example: longpitch report runs/quickstart --out loss.png")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
+    out: Annotated[Path, typer.Option(help="PNG to write")] = Path("loss.png"),
+) -> None:
+    """Draw the losses of one or several runs as a PNG."""
+    from launch.report import draw_losses
+
+    draw_losses(runs, out)
+    typer.echo(f"wrote {out}")
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m launch`."""
+    _keep_quiet()
+    try:
+        app()
+    except RecipeError as error:
+        sys.exit(_fail(error, 2))
+    except (ValueError, OSError) as error:
+        sys.exit(_fail(error, 1))
+    except RuntimeError as error:
+        if type(error).__module__.partition(".")[0] not in OUR_ROOMS:
+            raise
+        sys.exit(_fail(error, 1))
+
+
+def _fail(error: Exception, code: int) -> int:
+    """Say one sentence, once: what every rank finds alike is rank 0's to say."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 or not isinstance(error, RecipeError):
+        who = f"longpitch (rank {rank})" if "RANK" in os.environ else "longpitch"
+        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _keep_quiet() -> None:
+    """Silence what libraries say at import on every rank; errors still come through."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found" on a CPU
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Greedy continuation of a prompt with the weights of a run: one process, no cache, every token a whole forward."""
+
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from megatron_ext import checkpoint
+from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.schema import ModelConfig, Recipe
+
+
+def greedy(path: str | Path, prompt: str, num_tokens: int) -> str:
+    """The prompt and up to `num_tokens` most likely next tokens, as text.
+
+    Args:
+        path: a run directory or one of its checkpoints.
+
+    Raises:
+        ValueError: no complete checkpoint, or an empty prompt.
+    """
+    step = checkpoint.find(path)
+    recipe = run_recipe(step.parent.parent)
+    tokenizer = AutoTokenizer.from_pretrained(str(Path(recipe.data.shards) / "tokenizer"))
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one character")
+    layout = init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
+    try:
+        model = load_model(recipe.model, step)
+        for _ in range(num_tokens):
+            window = tokens[-recipe.model.seq_length :]
+            tokens.append(int(next_token_logits(model, recipe.model, window, layout.device).argmax()))
+            if tokens[-1] == tokenizer.eos_token_id:
+                break
+    finally:
+        leave_layout()
+    return tokenizer.decode(tokens)
+
+
+def run_recipe(run: Path) -> Recipe:
+    """The resolved recipe that a run directory keeps."""
+    merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(run / "recipe.yaml"))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def load_model(config: ModelConfig, step: Path) -> LanguageModel:
+    """The whole model in fp32 on the CPU, with the weights of a checkpoint, for inference."""
+    model = build_model(config)
+    checkpoint.load_weights(model, step)
+    return model.eval()
+
+
+@torch.no_grad()
+def next_token_logits(
+    model: LanguageModel, config: ModelConfig, tokens: list[int], device: torch.device
+) -> torch.Tensor:
+    """Logits [V] of the token after `tokens`."""
+    batch = torch.tensor([tokens], device=device)
+    context = slice_context(config, torch.zeros_like(batch), start=0)
+    return model(batch, context)[0, -1]

@@ -1,0 +1,108 @@
+"""The folder of one run: recipe, metrics, TensorBoard, checkpoints, logs, and the lock that keeps two jobs apart."""
+
+import fcntl
+import json
+import logging
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+from recipes.load import save_recipe
+from recipes.schema import Recipe
+
+PACKAGES = ("torch", "deepspeed", "megatron-core", "mosaicml-streaming", "omegaconf")
+
+
+class RunDirectory:
+    """Paths of a run, and what is done to them when it starts and resumes. Only rank 0 writes, but for its own log."""
+
+    def __init__(self, path: str | Path, *, rank: int):
+        self.path, self.rank = Path(path), rank
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.logs = self.path / "logs"
+        self.temp = self.path / "tmp"
+        self._lock = None
+        self.logs.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            self.checkpoints.mkdir(exist_ok=True)
+            self._take_lock()
+        self.log = self._open_log()
+
+    def _take_lock(self) -> None:
+        # held by the open file: a killed process leaves no lock behind
+        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - lives as long as the run
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: another job is training in this run directory; stop it or set run_dir"
+            ) from error
+
+    def _open_log(self) -> logging.Logger:
+        log = logging.getLogger(f"longpitch.run.{self.path}.{self.rank}")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        handler = logging.FileHandler(self.logs / f"rank_{self.rank}.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        return log
+
+    def write_recipe(self, recipe: Recipe, *, step: int) -> None:
+        """Keep the resolved recipe with versions and git state; a changed one leaves its predecessor beside it."""
+        path, aside = self.path / "recipe.yaml", self.path / "recipe.yaml.partial"
+        save_recipe(recipe, aside, python=platform.python_version(), **_versions(), git=_git_state())
+        if path.exists() and path.read_text() != aside.read_text():
+            path.rename(self.path / f"recipe.before_step_{step}.yaml")
+        aside.rename(path)
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop the metrics of steps after `step`, which will be trained again; they are kept in logs/."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_text().splitlines()
+        kept = [line for line in lines if (number := _step_of(line)) is not None and number <= step]
+        dropped = [line for line in lines if line not in set(kept)]
+        if not dropped:
+            return
+        with open(self.logs / "replaced_metrics.jsonl", "a") as file:
+            file.writelines(line + "\n" for line in dropped)
+        aside = self.metrics.with_suffix(".partial")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.rename(self.metrics)
+
+    def close(self) -> None:
+        """Release the log and the lock."""
+        for handler in list(self.log.handlers):
+            handler.close()
+            self.log.removeHandler(handler)
+        if self._lock is not None:
+            self._lock.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The metrics of a run, one dict a step, without a last line that a kill cut off."""
+    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) is not None]
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    return {name.replace("-", "_"): version(name) for name in PACKAGES}
+
+
+def _git_state() -> str:
+    """Commit of the code, with a mark for uncommitted changes; 'unknown' outside a checkout."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,354 @@
+"""The training loop: from a checked recipe to a finished run, resuming by itself and stopping cleanly on a signal."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data_prep.batch import MicroBatch
+from data_prep.guard import check_manifest
+from data_prep.heldout import EvalReader
+from data_prep.loader import TrainLoader
+from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
+from launch.run_directory import RunDirectory
+from megatron_ext import checkpoint
+from megatron_ext.context_parallel.collectives import all_reduce
+from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.context_parallel.sequence import own_slice
+from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine
+from megatron_ext.model import build_model, slice_context
+from recipes.load import accumulation_steps
+from recipes.schema import Recipe
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# what may differ between a checkpoint and the run that continues it
+NOT_THE_MODEL = ("init_from", "init_std")
+NOT_THE_ATTENTION = ("backend", "alpha_init")
+
+
+class TrainingError(RuntimeError):
+    """A run that had to stop; the last checkpoint is untouched."""
+
+
+def model_facts(recipe: Recipe) -> dict:
+    """What makes two models the same one, as complete.json keeps it."""
+    facts = asdict(recipe.model)
+    for key in NOT_THE_MODEL:
+        del facts[key]
+    for key in NOT_THE_ATTENTION:
+        del facts["attention"][key]
+    return facts
+
+
+def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """fp32 or bf16; `auto` is bf16 on a GPU."""
+    bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+class Trainer:
+    """One run: its engine, its data, its directory."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        # before any group exists: these raise the same sentence on every rank at once
+        manifest = check_manifest(
+            recipe.data.shards, seq_length=recipe.model.seq_length, vocab_size=recipe.model.vocab_size
+        )
+        self.heldout = recipe.train.eval_sequences > 0 and "heldout" in manifest["splits"]
+        parallel = recipe.parallel
+        self.layout = init_layout(
+            tensor=parallel.tensor,
+            context=parallel.context,
+            device=recipe.train.device,
+            timeout_seconds=parallel.timeout_seconds,
+        )
+        self.accumulation = accumulation_steps(recipe, self.layout.data)
+        self.run = RunDirectory(recipe.run_dir, rank=self.layout.rank)
+        self.resumed_from = checkpoint.newest_complete(self.run.checkpoints)
+        self.step, self.tokens = 0, 0
+        self.engine = self._build_engine()
+        self.loader = self._open_loader()
+        client = self._resume()
+        if client is not None:
+            self.step, self.tokens = client["step"], client["tokens"]
+            self.loader.load_state_dict(client["data"])
+        self.skipped = 0
+        self.stop_signal: int | None = None
+
+    # setting up
+
+    def _build_engine(self) -> TrainEngine:
+        recipe, layout = self.recipe, self.layout
+        facts = checkpoint.read_facts(self.resumed_from) if self.resumed_from else None
+        self.universal = False
+        if facts is not None:
+            self._check_same_model(facts)
+            self.universal = checkpoint.needs_universal(facts, layout, recipe.parallel.zero_stage)
+        dtype = precision_of(recipe, layout.device)
+        torch.manual_seed(recipe.seed)
+        model = build_model(
+            recipe.model,
+            tensor=layout.tensor,
+            context=layout.context,
+            tensor_group=layout.tensor_group,
+            dtype=dtype,
+            recompute=recipe.train.recompute,
+            fused=layout.device.type == "cuda",
+        )
+        if recipe.model.init_from and facts is None:
+            checkpoint.load_weights(model, checkpoint.find(recipe.model.init_from))
+        train = recipe.train
+        settings = OptimizerSettings(
+            steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps,
+            clip=train.clip, freeze=train.freeze,
+        )  # fmt: skip
+        return TrainEngine(
+            model,
+            layout,
+            settings,
+            zero_stage=recipe.parallel.zero_stage,
+            dtype=dtype,
+            micro_batch=train.micro_batch,
+            accumulation=self.accumulation,
+            loss_chunk=train.loss_chunk,
+            load_universal=self.universal,
+        )
+
+    def _check_same_model(self, facts: dict) -> None:
+        saved, ours = _flat(facts["model"]), _flat(model_facts(self.recipe))
+        for key in sorted(saved.keys() | ours.keys()):
+            if saved.get(key) != ours.get(key):
+                raise checkpoint.CheckpointError(
+                    f"{self.resumed_from} is of another model: model.{key} is {saved.get(key)} there and "
+                    f"{ours.get(key)} in the recipe; set it back or choose another run_dir"
+                )
+
+    def _open_loader(self) -> TrainLoader:
+        recipe = self.recipe
+        return TrainLoader(
+            recipe.data.shards,
+            global_batch=recipe.train.tokens_per_step // recipe.model.seq_length,
+            micro_batch=recipe.train.micro_batch,
+            seed=recipe.seed,
+            replication=self.layout.tensor * self.layout.context,
+            num_workers=recipe.data.num_workers,
+            shuffle=recipe.data.shuffle,
+            canonical_nodes=recipe.data.canonical_nodes,
+            recall_beta=recipe.train.recall_beta,
+            switch_beta=recipe.train.switch_beta,
+            verify_hashes=recipe.data.verify_hashes,
+            timeout_seconds=recipe.data.timeout_seconds,
+            temp_dir=self.run.temp,
+        )
+
+    def _resume(self) -> dict | None:
+        if self.resumed_from is None:
+            return None
+        client = checkpoint.load(self.engine, self.resumed_from, universal=self.universal)
+        self.run.log.info("resumed from %s%s", self.resumed_from, " through a universal checkpoint" * self.universal)
+        return client
+
+    # one step
+
+    def model_input(self, batch: MicroBatch, *, measure: bool = False) -> ModelInput:
+        """This rank's slice of a micro-batch, on its device."""
+        layout, model = self.layout, self.recipe.model
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            block = model.attention.query_block
+            part = own_slice(x, rank=layout.context_rank, ranks=layout.context, query_block=block)
+            return part.to(layout.device, non_blocking=True)
+
+        tokens, doc_starts = own(batch.tokens), own(batch.doc_starts)
+        start = layout.context_rank * tokens.shape[1]
+        context = slice_context(model, doc_starts, start=start, measure=measure)
+        return ModelInput(tokens, own(batch.labels), own(batch.weights), context)
+
+    def train_step(self) -> dict:
+        """One optimizer step; returns its record for metrics.jsonl."""
+        began = time.perf_counter()
+        batches = [next(self.loader) for _ in range(self.accumulation)]
+        measure = (self.step + 1) % self.recipe.train.log_interval == 0
+        inputs = [self.model_input(batch, measure=measure) for batch in batches]
+        result = self.engine.train_step(inputs)
+        if not result.applied:
+            self._not_finite(result, batches, inputs)
+        self.loader.step_done()
+        self.step += 1
+        self.tokens += self.recipe.train.tokens_per_step
+        return self._record(result, inputs, time.perf_counter() - began)
+
+    def _record(self, result: StepResult, inputs: list[ModelInput], seconds: float) -> dict:
+        recipe, layout = self.recipe, self.layout
+        speed = recipe.train.tokens_per_step / seconds
+        peak = peak_flops(layout.device)
+        record = {
+            "step": self.step,
+            "loss": result.loss,
+            "aux": 0.0,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens": self.tokens,
+            "tokens_per_second": round(speed, 1),
+            "mfu": round(flops_per_token(recipe.model) * speed / layout.world / peak, 4) if peak else None,
+            "memory_gib": round(memory_gib(layout.device), 3),
+        }
+        return record | self._measured(inputs)
+
+    def _measured(self, inputs: list[ModelInput]) -> dict[str, list[float]]:
+        """Each figure of the attention per layer, the mean over micro-batches and ranks."""
+        means = {}
+        for figure in inputs[0].context.measured:
+            layers = sorted(inputs[0].context.measured[figure])
+            values = torch.stack([torch.stack([one.context.measured[figure][n] for n in layers]) for one in inputs])
+            total = all_reduce(values.mean(dim=0), self.layout.data_context_group, "metrics")
+            ranks = self.layout.data * self.layout.context
+            means[figure] = [round(value, 6) for value in (total / ranks).tolist()]
+        return means
+
+    def _not_finite(self, result: StepResult, batches: list[MicroBatch], inputs: list[ModelInput]) -> None:
+        """Count the dropped step, or stop with the step, the ranks, the layers and the data."""
+        self.skipped += 1
+        ids = [sample for batch in batches for sample in batch.sample_ids]
+        layer = self.engine.first_non_finite(inputs)
+        mine = {"rank": self.layout.rank, "layer": layer, "samples": ids}
+        everyone: list = [None] * self.layout.world
+        dist.all_gather_object(everyone, mine)
+        where = "; ".join(f"rank {one['rank']}: {one['layer']}, samples {one['samples']}" for one in everyone)
+        sentence = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({where})"
+        self.run.log.warning("not finite, weights unchanged: %s", sentence)
+        if self.skipped > self.recipe.train.skip_nonfinite:
+            raise TrainingError(
+                f"{sentence}; the last checkpoint is untouched, train.skip_nonfinite allows "
+                f"{self.recipe.train.skip_nonfinite} such steps"
+            )
+
+    # around the steps
+
+    def evaluate(self) -> float:
+        """Mean unweighted loss over the held-out sequences."""
+        recipe = self.recipe
+        reader = EvalReader(
+            recipe.data.shards,
+            micro_batch=recipe.train.micro_batch,
+            dp_rank=self.layout.data_rank,
+            dp_size=self.layout.data,
+            max_sequences=recipe.train.eval_sequences,
+        )
+        return self.engine.evaluate(self.model_input(batch) for batch in reader)
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after the last finished step."""
+        recipe = self.recipe
+        facts = {
+            "tokens": self.tokens,
+            "layout": checkpoint.layout_facts(self.layout, recipe.parallel.zero_stage),
+            "model": model_facts(recipe),
+        }
+        client = {"step": self.step, "tokens": self.tokens, "data": self.loader.state_dict()}
+        path = checkpoint.save(
+            self.engine, self.run.checkpoints, step=self.step, facts=facts, client=client, keep=recipe.checkpoint.keep
+        )
+        self.run.log.info("saved %s", path)
+
+    def must_stop(self) -> bool:
+        """Whether any rank has been told to stop: all ranks must leave at the same step."""
+        flag = torch.tensor(float(self.stop_signal is not None), device=self.layout.device)
+        return all_reduce(flag, dist.group.WORLD, "stop", dist.ReduceOp.MAX).item() > 0
+
+    def due(self, interval: int) -> bool:
+        """Whether something done every `interval` steps is due now; 0 is only at the end."""
+        last = self.step >= self.recipe.train.steps
+        return last or (interval > 0 and self.step % interval == 0)
+
+    def close(self) -> None:
+        """Let go of data, engine and directory; the process groups stay."""
+        self.loader.close()
+        self.engine.close()
+        self.run.close()
+
+
+def _flat(facts: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in facts.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+@contextmanager
+def _stop_on_signal(trainer: Trainer) -> Iterator[None]:
+    def note(number: int, _frame) -> None:
+        trainer.stop_signal = number
+
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(recipe: Recipe) -> int:
+    """Train until the recipe's last step, or a stop signal; returns the last finished step.
+
+    The run directory decides whether this is a start or a continuation. Collective: every rank calls it.
+
+    Raises:
+        ValueError: recipe, data, layout or checkpoint do not fit; nothing has been written over.
+        TrainingError: a loss or gradient was not finite more often than the recipe allows.
+        DataError: the shards are damaged.
+    """
+    trainer = Trainer(recipe)
+    try:
+        with _stop_on_signal(trainer):
+            _loop(trainer)
+    finally:
+        trainer.close()
+    return trainer.step
+
+
+def _loop(trainer: Trainer) -> None:
+    recipe, run, rank0 = trainer.recipe, trainer.run, trainer.layout.rank == 0
+    if trainer.step >= recipe.train.steps:
+        if rank0:
+            print(f"{run.path}: already trained to step {trainer.step}; raise train.steps to go on")
+        return
+    writer = None
+    if rank0:
+        run.rewind_metrics(trainer.step)
+        run.write_recipe(recipe, step=trainer.step)
+        train = recipe.train
+        writer = MetricsWriter(
+            run.metrics, run.tensorboard, first_step=trainer.step, steps=train.steps, log_interval=train.log_interval
+        )
+        if trainer.resumed_from:
+            writer.say(f"resumed from {trainer.resumed_from} at step {trainer.step}")
+    try:
+        _steps(trainer, writer)
+    finally:
+        if writer:
+            writer.close()
+
+
+def _steps(trainer: Trainer, writer: MetricsWriter | None) -> None:
+    train, interval = trainer.recipe.train, trainer.recipe.checkpoint.interval
+    while trainer.step < train.steps:
+        record = trainer.train_step()
+        if trainer.heldout and trainer.due(train.eval_interval):
+            record["heldout_loss"] = trainer.evaluate()
+        if writer:
+            writer.write(record)
+        stopping = trainer.must_stop()
+        if stopping or trainer.due(interval):
+            trainer.save()
+        if stopping:
+            if writer:
+                writer.say(f"told to stop: saved step {trainer.step}; the same command goes on from there")
+            return

@@ -1,0 +1,161 @@
+"""The core attentions that take megatron-core's `core_attention` slot: windowed or dense, and FreeSolo.
+
+They receive unrotated q, k, v as [T, B, heads, D] (this rank's slice and heads) and a `SequenceContext`, rotate
+with its tables, let `context_parallel` bring what earlier slices hold, and call the kernels.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import nn
+
+from kernels.cells import cell_priority, combine, read_cells, retained_fraction
+from kernels.rope import apply_rope, rope_tables
+from kernels.window import sliding_window_attention
+from megatron_ext.context_parallel.cells import candidate_cells
+from megatron_ext.context_parallel.collectives import group_size, replicated_parameter
+from megatron_ext.context_parallel.halo import with_halo
+
+
+@dataclass
+class SequenceContext(PackedSeqParams):
+    """What all layers of one micro-batch share; megatron-core hands it through to the core attention untouched."""
+
+    qkv_format: str = "bshd"
+    start: int = 0  # global position of this slice's first token
+    rope_cos: torch.Tensor | None = None  # [T, D/2] or [B, T, D/2] fp32
+    rope_sin: torch.Tensor | None = None
+    first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
+    measure: bool = False  # True: layers put their figures into `measured`
+    measured: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # figure -> layer -> scalar
+
+    def record(self, figure: str, layer: int, value: torch.Tensor) -> None:
+        """Keep one layer's figure of this micro-batch; a recomputed layer records the same value again."""
+        self.measured.setdefault(figure, {})[layer] = value
+
+
+def sequence_context(
+    doc_starts: torch.Tensor,
+    *,
+    start: int,
+    head_dim: int,
+    rope_base: float,
+    document_mask: bool,
+    restart_positions: bool,
+    measure: bool = False,
+) -> SequenceContext:
+    """Positions, rotation tables and document borders of a slice.
+
+    Args:
+        doc_starts: [B, T] global position of the first token of each position's document.
+        start: global position of the slice's first token.
+    """
+    positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
+    if document_mask and restart_positions:
+        positions = positions - doc_starts
+    cos, sin = rope_tables(positions, head_dim, rope_base)
+    first_key = doc_starts if document_mask else None
+    return SequenceContext(start=start, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure)
+
+
+class _CoreAttention(nn.Module):
+    """What both attentions share: the arguments megatron-core builds a core attention with, and its tensor layout."""
+
+    def __init__(self, config, layer_number: int, *, backend: str, pg_collection, **_from_megatron):
+        super().__init__()
+        self.layer_number, self.backend = layer_number, backend
+        self.context_group, self.tensor_group = pg_collection.cp, pg_collection.tp
+        self.heads = config.num_attention_heads // group_size(self.tensor_group)
+        self.head_dim = config.kv_channels
+
+    def forward(self, query, key, value, _attention_mask, *, packed_seq_params: SequenceContext, **_from_megatron):
+        """[T, B, heads, D] three times -> [T, B, heads * D]."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        out = self.attend(q, k, v, packed_seq_params)
+        return out.transpose(0, 1).reshape(*query.shape[:2], -1)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: SequenceContext) -> torch.Tensor:
+        """[B, T, heads, D] three times -> [B, T, heads, D]."""
+        raise NotImplementedError  # each kind defines it
+
+    def local_branch(self, q, k, v, context: SequenceContext, window: int | None) -> torch.Tensor:
+        """Rotated attention over the last `window` tokens, across slices."""
+        q = apply_rope(q, context.rope_cos, context.rope_sin)
+        k = apply_rope(k, context.rope_cos, context.rope_sin)
+        k, v, halo = with_halo(k, v, window=window, group=self.context_group)
+        first_key = None if context.first_key is None else context.first_key - (context.start - halo)
+        return sliding_window_attention(
+            q, k, v, window=window, query_offset=halo, first_key=first_key, backend=self.backend
+        )
+
+
+class WindowAttention(_CoreAttention):
+    """Causal softmax attention over a sliding window, or over everything (`window` None)."""
+
+    def __init__(self, config, layer_number: int, *, window: int | None, **rest):
+        super().__init__(config, layer_number, **rest)
+        self.window = window
+
+    def attend(self, q, k, v, context):
+        return self.local_branch(q, k, v, context, self.window)
+
+
+class FreeSoloAttention(_CoreAttention):
+    """Window branch plus alpha times the normalised readout of a few remembered cells (FreeSolo, arXiv 2610.17191).
+
+    `alpha` [heads] and `gain` [D] train; `sigma` and `lam` [heads] are constants that travel with the weights.
+    `retain` None ranks every cell (FS), a number keeps a bounded pool (FS-L).
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        *,
+        window: int,
+        cell_size: int,
+        query_block: int,
+        top_k: int,
+        sigma: float,
+        lam: float,
+        retain: int | None,
+        recent: int,
+        eps: float,
+        alpha_init: float,
+        **rest,
+    ):
+        super().__init__(config, layer_number, **rest)
+        self.window, self.cell_size, self.query_block, self.top_k = window, cell_size, query_block, top_k
+        self.retain, self.recent, self.eps = retain, recent, eps
+        self.alpha = nn.Parameter(torch.full((self.heads,), float(alpha_init), dtype=config.params_dtype))
+        # DeepSpeed and megatron-core take a parameter without these marks for one that every tensor rank holds alike
+        self.alpha.tensor_model_parallel, self.alpha.partition_dim, self.alpha.partition_stride = True, 0, 1
+        self.gain = nn.Parameter(torch.ones(self.head_dim, dtype=config.params_dtype))
+        self.register_buffer("sigma", torch.full((self.heads,), float(sigma)))
+        self.register_buffer("lam", torch.full((self.heads,), float(lam)))
+
+    def _apply(self, fn, recurse=True):
+        """Move to another device or dtype, but keep the constants in fp32: bf16 would round lambda."""
+        sigma, lam = self.sigma, self.lam
+        super()._apply(fn, recurse)
+        self.sigma, self.lam = sigma.to(self.sigma.device), lam.to(self.lam.device)
+        return self
+
+    def attend(self, q, k, v, context):
+        local = self.local_branch(q, k, v, context, self.window)
+        pool = {"retain": self.retain, "recent": self.recent}
+        table = candidate_cells(k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool)
+        blocks = {"query_start": context.start, "query_block": self.query_block}
+        readout = read_cells(
+            q, table.k, table.v, table.index,
+            top_k=self.top_k, sigma=self.sigma, lam=self.lam, **blocks, **pool,
+        )  # fmt: skip
+        if context.measure and self.retain is not None:
+            kept = retained_fraction(
+                cell_priority(table.k), table.index,
+                num_queries=q.shape[1], cell_size=self.cell_size, **blocks, **pool,
+            )  # fmt: skip
+            context.record("retained_fraction", self.layer_number, kept)
+        gain = replicated_parameter(self.gain, self.tensor_group)
+        return combine(local, readout, self.alpha, gain, eps=self.eps)

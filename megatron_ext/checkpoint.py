@@ -1,0 +1,206 @@
+"""Checkpoints that are complete or absent: written aside, synced to disk, renamed, then marked with complete.json.
+
+DeepSpeed writes the files; this module decides when they count, which one is the newest, and how one of another layout
+of GPUs is read (a universal checkpoint).
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext import deepspeed_compat
+from megatron_ext.context_parallel.layout import Layout
+from megatron_ext.engine import TrainEngine
+from megatron_ext.model import LanguageModel
+
+TAG = "state"
+MARK = "complete.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names it and the way out."""
+
+
+def newest_complete(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step under `folder`, or None. Incomplete ones do not exist."""
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints under `folder`, oldest first."""
+    marked = [mark.parent for mark in folder.glob(f"step_*/{MARK}")]
+    return sorted(marked, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that `path` names: a step folder itself, or the newest one of a run directory.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path)
+    if (path / MARK).exists():
+        return path
+    found = newest_complete(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{path}: no complete checkpoint there; name a run directory or one of its step folders")
+    return found
+
+
+def read_facts(checkpoint: Path) -> dict:
+    """What complete.json says of a checkpoint: step, layout, model."""
+    try:
+        return json.loads((checkpoint / MARK).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: its {MARK} cannot be read ({error}); remove the folder or restore it"
+        ) from error
+
+
+def save(engine: TrainEngine, folder: Path, *, step: int, facts: dict, client: dict, keep: int) -> Path:
+    """Write the training state of every rank as `folder/step_N` and drop all but the `keep` newest.
+
+    Args:
+        facts: JSON-able description that a later run compares itself with; goes into complete.json.
+        client: anything picklable that `load` hands back; the same on every rank.
+    """
+    layout = engine.layout
+    target, partial = folder / f"step_{step}", folder / f".step_{step}.partial"
+    if (target / MARK).exists():
+        return target
+    if layout.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)  # without its mark: a save that was killed after the rename
+        partial.mkdir(parents=True)
+    dist.barrier()
+    engine.deepspeed.save_checkpoint(str(partial), tag=TAG, client_state=client, save_latest=False)
+    torch.save(_random_state(layout.device), partial / f"random_rank_{layout.rank}.pt")
+    dist.barrier()
+    if layout.rank == 0:
+        _publish(partial, target, {"step": step} | facts)
+        for old in complete_checkpoints(folder)[:-keep]:
+            (old / MARK).unlink()  # first, so that a kill in the middle leaves no half checkpoint that counts
+            shutil.rmtree(old)
+    dist.barrier()
+    return target
+
+
+def _publish(partial: Path, target: Path, facts: dict) -> None:
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
+    partial.rename(target)
+    aside = target / (MARK + ".partial")
+    aside.write_text(json.dumps(facts, indent=1))
+    _sync(aside)
+    aside.rename(target / MARK)
+    _sync(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _random_state(device: torch.device) -> dict:
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if device.type == "cuda" else None}
+
+
+def layout_facts(layout: Layout, zero_stage: int) -> dict:
+    """The part of complete.json that decides how a checkpoint can be read."""
+    return {"world": layout.world, "tensor": layout.tensor, "context": layout.context, "zero_stage": zero_stage}
+
+
+def needs_universal(facts: dict, layout: Layout, zero_stage: int) -> bool:
+    """Whether a checkpoint with `facts` must be converted before this layout can load it.
+
+    Raises:
+        CheckpointError: no way leads from that layout to this one.
+    """
+    saved = facts["layout"]
+    if saved["tensor"] != layout.tensor:
+        raise CheckpointError(
+            f"the checkpoint was saved with parallel.tensor {saved['tensor']}, this run has {layout.tensor}: set it back"
+        )
+    if saved["zero_stage"] != zero_stage and {saved["zero_stage"], zero_stage} != {1, 2}:
+        raise CheckpointError(
+            f"the checkpoint was saved with parallel.zero_stage {saved['zero_stage']}, which stage {zero_stage} "
+            "cannot read (1 and 2 read each other's): set it back"
+        )
+    return zero_stage > 0 and (saved["world"], saved["zero_stage"]) != (layout.world, zero_stage)
+
+
+def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
+    """Restore the training state of every rank; returns what `save` got as `client`.
+
+    Args:
+        universal: what `needs_universal` said, and what the engine was built with.
+    """
+    layout, tag = engine.layout, TAG
+    if universal:
+        tag = TAG + deepspeed_compat.UNIVERSAL_SUFFIX
+        if layout.rank == 0:
+            shutil.rmtree(checkpoint / tag, ignore_errors=True)
+            deepspeed_compat.convert_to_universal(checkpoint, TAG)
+        dist.barrier()
+    path, client = engine.deepspeed.load_checkpoint(str(checkpoint), tag=tag)
+    if path is None:
+        raise CheckpointError(f"{checkpoint}: DeepSpeed found nothing to load there; remove the folder and start again")
+    if universal:
+        deepspeed_compat.restore_frozen_and_buffers(
+            engine.model, checkpoint / TAG, zero_stage=engine.zero_stage, tensor_group=layout.tensor_group
+        )
+        dist.barrier()
+        if layout.rank == 0:
+            shutil.rmtree(checkpoint / tag, ignore_errors=True)
+    else:
+        state = torch.load(checkpoint / f"random_rank_{layout.rank}.pt", weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] is not None and layout.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"])
+    return client
+
+
+def load_weights(model: LanguageModel, checkpoint: Path) -> None:
+    """Fill a whole (not sharded, not tensor-parallel) model with the fp32 weights of a checkpoint of any ZeRO stage.
+
+    A model with parameters that the checkpoint's kind of attention lacks (alpha, gain) keeps its own start values.
+
+    Raises:
+        CheckpointError: tensor-parallel checkpoint, other constants, or weights that do not fit.
+    """
+    facts = read_facts(checkpoint)
+    if facts["layout"]["tensor"] != 1:
+        raise CheckpointError(
+            f"{checkpoint}: weights saved with parallel.tensor {facts['layout']['tensor']} are read only by a run of that size"
+        )
+    state = deepspeed_compat.consolidated_weights(checkpoint, TAG, facts["layout"]["zero_stage"])
+    own = model.state_dict()
+    for name, value in own.items():
+        constant = name.endswith((".sigma", ".lam"))
+        if constant and name in state and not torch.equal(state[name].to(value.dtype), value.cpu()):
+            raise CheckpointError(
+                f"{checkpoint}: {name} is {state[name].tolist()}, the recipe says {value.tolist()}; "
+                "set model.attention accordingly"
+            )
+    own_kind = tuple(f".core_attention.{name}" for name in ("alpha", "gain", "sigma", "lam"))
+    missing = [
+        name for name, value in own.items() if value is not None and name not in state and not name.endswith(own_kind)
+    ]
+    shapes = [
+        name for name, value in own.items() if value is not None and name in state and value.shape != state[name].shape
+    ]
+    if missing or shapes:
+        name = (missing + shapes)[0]
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {name} is missing there or has another shape; check the model section"
+        )
+    model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False)

@@ -1,0 +1,5 @@
+"""Context parallelism: the only folder that calls a collective.
+
+`collectives` holds every collective and counts its bytes, `sequence` cuts sequences into slices,
+`halo` brings the keys and values of a window, `cells` those of FreeSolo's candidate cells, `layout` sets up the groups.
+"""

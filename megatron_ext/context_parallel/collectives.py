@@ -1,0 +1,97 @@
+"""Every collective of Longpitch, differentiable where a gradient must travel back, and the ledger of their bytes.
+
+A `group` of None, or of one rank, makes each of them the identity. Bytes are counted per rank as the size of what the
+rank receives from others, under the name that the caller gives the traffic ("window", "cells", "loss", ...).
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+
+ledger: Counter[str] = Counter()  # bytes received by this rank, by kind of traffic
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks in `group`; 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This rank's place in `group`; 0 without a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    out = x.new_empty(group_size(group), *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+        ctx.group, ctx.kind = group, kind
+        ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor):
+        # Every rank used every rank's x, so x's gradient is the sum of what all of them hold for it. Half-precision
+        # partial gradients are summed in fp32: eight roundings to bf16 would be worth more than the bytes saved.
+        wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out
+        ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(ctx.group) - 1)
+        if dist.get_backend(ctx.group) == "gloo":  # has no reduce-scatter for every dtype
+            wide = wide.clone()
+            dist.all_reduce(wide, group=ctx.group)
+            return wide[group_rank(ctx.group)].to(d_out.dtype), None, None
+        dx = torch.empty_like(wide[0])
+        dist.reduce_scatter_tensor(dx.view(-1), wide.contiguous().view(-1), group=ctx.group)
+        return dx.to(d_out.dtype), None, None
+
+
+def all_gather(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    """Stack `x` of every rank, in rank order: [...] -> [ranks, ...]; the backward sums and scatters.
+
+    A caller that needs only some ranks' part must still let its result depend on the whole (an empty slice will do),
+    or its backward skips a collective in which the others wait.
+    """
+    if group_size(group) == 1:
+        return x.unsqueeze(0)
+    return _AllGather.apply(x, group, kind)
+
+
+def all_gather_constant(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    """`all_gather` of what has no gradient (indices)."""
+    if group_size(group) == 1:
+        return x.unsqueeze(0)
+    ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+    return _gather(x, group)
+
+
+def all_reduce(
+    x: torch.Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Sum (or `op`) of `x` over the ranks, in place, without a gradient; returns `x`."""
+    if group_size(group) > 1:
+        ledger[kind] += x.numel() * x.element_size()
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+class _ReplicatedParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor):
+        return all_reduce(d_out.clone(), ctx.group, "tensor_parallel"), None
+
+
+def replicated_parameter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A parameter that every tensor-parallel rank holds whole but applies to its own heads: its gradients are summed."""
+    return x if group_size(group) == 1 else _ReplicatedParameter.apply(x, group)

@@ -1,0 +1,113 @@
+"""Sets up the process groups of one run: tensor x context x data parallel ranks, and the device of this rank."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.context_parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands. Tensor-parallel ranks are neighbours, then context, then data (DESIGN, 4)."""
+
+    rank: int
+    world: int
+    tensor: int
+    context: int
+    tensor_rank: int
+    context_rank: int
+    data_rank: int
+    device: torch.device
+    tensor_group: Group
+    context_group: Group
+    data_context_group: Group  # the ranks over which ZeRO shards and gradients are summed
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel replicas of a (tensor x context) block."""
+        return self.world // (self.tensor * self.context)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`cpu`, or the GPU of this local rank for `cuda`, or for `auto` the GPU where there is one."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("train.device is cuda but torch sees no GPU; use train.device=cpu or auto")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {count}; start {count} processes"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def check_parallel(
+    *, world: int, tensor: int, context: int, num_heads: int, num_kv_heads: int, vocab_size: int
+) -> None:
+    """Raise ValueError, naming the numbers, for a layout that this model or this world cannot have."""
+    if world % (tensor * context):
+        raise ValueError(
+            f"parallel.tensor {tensor} x parallel.context {context} = {tensor * context} does not divide "
+            f"the {world} processes started; change one of the three"
+        )
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("vocab_size", vocab_size)):
+        if count % tensor:
+            raise ValueError(f"model.{name} {count} is not divisible by parallel.tensor {tensor}")
+
+
+def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: float) -> Layout:
+    """Join the process group named by torchrun's environment (a world of one without it) and cut it up."""
+    chosen = pick_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        _join_world(chosen, timeout_seconds)
+    if not _is_cut_up(tensor, context):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
+    return Layout(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor=tensor,
+        context=context,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        device=chosen,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def _is_cut_up(tensor: int, context: int) -> bool:
+    """Whether the groups of an earlier run in this process fit: new ones would leave the old ones' threads behind."""
+    return parallel_state.is_initialized() and (tensor, context) == (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def _join_world(device: torch.device, timeout_seconds: float) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # one process, no launcher: no port to open, but the libraries below read the same variables
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
+
+
+def leave_layout() -> None:
+    """Dismantle the groups and leave the world; does nothing when there is none."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

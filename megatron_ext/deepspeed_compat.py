@@ -1,0 +1,211 @@
+"""What DeepSpeed needs to be told, or repaired, to train megatron-core models: everything of that kind is here.
+
+Checked against deepspeed 0.19 with megatron-core 0.16 and 0.19. Each function says which fault it removes. DeepSpeed is
+imported inside the functions: it looks for its accelerator at import, before a recipe could say `device: cpu`.
+"""
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank
+from megatron_ext.model import LanguageModel
+
+UNIVERSAL_SUFFIX = "_universal"
+
+
+class ModelParallelUnit:
+    """The groups of a run under the names that DeepSpeed asks for.
+
+    "Data parallel" is data x context parallel here: gradients are summed and ZeRO shards over both. A partial adapter
+    fails late: the universal checkpoint asks for the tensor and pipeline names, clipping for the model names.
+    """
+
+    get_data_parallel_group = staticmethod(lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
+    get_data_parallel_rank = staticmethod(lambda: parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    get_data_parallel_world_size = staticmethod(
+        lambda: parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    )
+    get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_src_rank = staticmethod(parallel_state.get_tensor_model_parallel_src_rank)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
+    get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
+    get_pipeline_model_parallel_world_size = staticmethod(parallel_state.get_pipeline_model_parallel_world_size)
+
+
+def _import_deepspeed(device: torch.device):
+    """DeepSpeed for this device, with only its errors on the screen: it prints a dozen INFO lines per rank."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def avoid_compiler_on_cpu() -> None:
+    """Without this, the first `initialize` on a CPU compiles an extension: 29 s, or an error without a compiler."""
+    import deepspeed.ops as ops
+
+    compatible = getattr(ops, "__compatible_ops__", None)
+    if isinstance(compatible, dict):
+        compatible["deepspeed_shm_comm"] = False
+
+
+def prepare_for_checkpoints(model: nn.Module) -> None:
+    """Make the model's state convertible to a universal checkpoint.
+
+    The converter asks for a version mark, and calls `.float()` on every entry of the state dict, where megatron-core
+    leaves `_extra_state: None`.
+    """
+    model.universal_checkpoint_info = {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [r".*layernorm\.weight$", r".*core_attention\.gain$"],
+        "parameter_with_row_parallelism_patterns": [r".*linear_proj\.weight$", r".*linear_fc2\.weight$"],
+    }
+    model.register_state_dict_post_hook(_drop_none_extra_state)
+
+
+def _drop_none_extra_state(_module: nn.Module, state: dict, prefix: str, _metadata) -> None:
+    for key in [key for key, value in state.items() if key.endswith("_extra_state") and value is None]:
+        del state[key]
+
+
+def ds_config(
+    *,
+    zero_stage: int,
+    dtype: torch.dtype,
+    micro_batch: int,
+    accumulation: int,
+    clip: float,
+    load_universal: bool = False,
+) -> dict:
+    """DeepSpeed's configuration of a run. bf16 gradients are communicated in fp32."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "communication_data_type": "fp32",
+        "steps_per_print": 2**31,
+        "checkpoint": {"load_universal": load_universal},
+    }
+
+
+def initialize(model: nn.Module, optimizer, scheduler, config: dict, device: torch.device):
+    """`deepspeed.initialize` with our groups; returns the engine."""
+    deepspeed = _import_deepspeed(device)
+    if device.type == "cpu":
+        avoid_compiler_on_cpu()
+    prepare_for_checkpoints(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=ModelParallelUnit()
+    )
+    return engine
+
+
+def stage0_grad_norm(model: nn.Module, tensor_group: Group) -> float:
+    """Global gradient norm, which stage 0 does not report; called after the last backward of a step.
+
+    Parameters that every tensor-parallel rank holds alike count once.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for parameter in model.parameters():
+        shared = not getattr(parameter, "tensor_model_parallel", False)
+        if parameter.grad is not None and not (shared and group_rank(tensor_group) > 0):
+            total += parameter.grad.double().square().sum()
+    return all_reduce(total, tensor_group, "grad_norm").sqrt().item()
+
+
+def convert_to_universal(checkpoint: Path, tag: str) -> str:
+    """Convert `checkpoint/tag` for another layout of GPUs (one process does it); returns the new tag."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    target = checkpoint / (tag + UNIVERSAL_SUFFIX)
+    options = argparse.Namespace(
+        input_folder=str(checkpoint / tag),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(options)
+    return target.name
+
+
+def restore_frozen_and_buffers(model: nn.Module, folder: Path, *, zero_stage: int, tensor_group: Group) -> None:
+    """A universal load restores what the optimizer holds and silently nothing else: read the rest ourselves.
+
+    Args:
+        model: the module inside the engine.
+        folder: the tag folder with the `*model_states.pt` files of the checkpoint.
+        zero_stage: the stage of the checkpoint and of the run.
+    """
+    import deepspeed
+
+    wanted = {name for name, p in model.named_parameters() if not p.requires_grad}
+    mp_rank = f"mp_rank_{group_rank(tensor_group):02d}"
+    if zero_stage < 3:
+        file = folder / f"{mp_rank}_model_states.pt"
+        state = torch.load(file, map_location="cpu", weights_only=False)["module"]
+    else:
+        files = sorted(
+            folder.glob(f"zero_pp_rank_*_{mp_rank}_model_states.pt"),
+            key=lambda path: int(path.name.split("_")[3]),
+        )
+        parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+        state = {name: parts[0]["module"][name] for name in parts[0]["buffer_names"]}
+        for name, shape in (parts[0]["frozen_param_shapes"] or {}).items():
+            flat = torch.cat([part["frozen_param_fragments"][name].flatten() for part in parts])
+            state[name] = flat[: shape.numel()].view(shape)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+        for name, parameter in model.named_parameters():
+            if name in wanted:
+                with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=zero_stage == 3):
+                    parameter.copy_(state[name])
+
+
+def register_output_weight(model: LanguageModel, zero_stage: int) -> None:
+    """ZeRO-3 gathers a weight for the module that owns it; tell it that the model itself multiplies by the output's."""
+    if zero_stage == 3:
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(model, model.output_weight())
+
+
+def drop_step(engine) -> None:
+    """End a step of stage 0 without an update, counted as DeepSpeed counts the steps that the other stages skip."""
+    engine.zero_grad()
+    engine.micro_steps += 1
+    engine.global_steps += 1
+    engine.skipped_steps += 1
+
+
+def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int) -> dict[str, torch.Tensor]:
+    """fp32 weights and buffers of a checkpoint, put together on the CPU from the shards of all ranks."""
+    if zero_stage == 0:
+        state = torch.load(checkpoint / tag / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
+        return {name: value for name, value in state["module"].items() if value is not None}
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)

@@ -1,0 +1,212 @@
+"""One optimizer step over ZeRO-sharded state, with a loss that is the mean over all tokens of all ranks.
+
+DeepSpeed averages gradients over data x context ranks and divides by the accumulation steps; a loss of
+sum(w * nll) / (sum of w over every rank and micro-batch) therefore enters multiplied by both.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_ext import deepspeed_compat
+from megatron_ext.attention import SequenceContext
+from megatron_ext.context_parallel.collectives import all_reduce, group_size
+from megatron_ext.context_parallel.layout import Layout
+from megatron_ext.model import LanguageModel
+
+
+@dataclass
+class ModelInput:
+    """One micro-batch of this rank: its slice of every sequence."""
+
+    tokens: torch.Tensor  # [B, T] int64
+    labels: torch.Tensor  # [B, T] int64
+    weights: torch.Tensor  # [B, T] fp32, 0 where there is nothing to predict
+    context: SequenceContext
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step reports; equal on every rank."""
+
+    loss: float  # sum w*nll / sum w over all ranks and micro-batches
+    grad_norm: float  # before clipping
+    lr: float
+    applied: bool  # False: loss or gradient was not finite and the weights are unchanged
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, warm-up then cosine, clipping."""
+
+    steps: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip: float
+    freeze: list[str]
+
+
+def lr_at(step: int, settings: OptimizerSettings) -> float:
+    """Learning rate of step `step` (the first is 0): linear from 0 to lr, then cosine to min_lr at the last step."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    span = max(1, settings.steps - 1 - settings.warmup_steps)
+    part = min(1.0, (step - settings.warmup_steps) / span)
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * part))
+
+
+def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[str]:
+    """Switch off the gradient of every parameter whose name matches one of the regular expressions.
+
+    Returns the names that matched.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or nothing left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(f"train.freeze pattern {pattern!r} matches no parameter; one of them is {names[0]!r}")
+    frozen = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    if len(frozen) == len(names):
+        raise ValueError(f"train.freeze {patterns} freezes every parameter; nothing is left to train")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return frozen
+
+
+def _optimizer(model: nn.Module, settings: OptimizerSettings, device: torch.device):
+    """AdamW with weight decay on matrices only, and its schedule (the scheduler multiplies a base rate of 1)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=1.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=device.type == "cuda",
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, settings))
+
+
+class TrainEngine:
+    """A model, its optimizer and DeepSpeed's ZeRO, stepped one global batch at a time."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        layout: Layout,
+        settings: OptimizerSettings,
+        *,
+        zero_stage: int,
+        dtype: torch.dtype,
+        micro_batch: int,
+        accumulation: int,
+        loss_chunk: int,
+        load_universal: bool = False,
+    ):
+        self.layout, self.settings, self.zero_stage = layout, settings, zero_stage
+        self.accumulation, self.loss_chunk = accumulation, loss_chunk
+        freeze_parameters(model, settings.freeze)
+        model.to(layout.device)
+        optimizer, scheduler = _optimizer(model, settings, layout.device)
+        config = deepspeed_compat.ds_config(
+            zero_stage=zero_stage,
+            dtype=dtype,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            clip=settings.clip,
+            load_universal=load_universal,
+        )
+        self.deepspeed = deepspeed_compat.initialize(model, optimizer, scheduler, config, layout.device)
+        deepspeed_compat.register_output_weight(model, zero_stage)
+        self.model = model
+
+    def _total(self, value: torch.Tensor) -> float:
+        return all_reduce(value, self.layout.data_context_group, "loss").item()
+
+    def _loss(self, batch: ModelInput, forward: Callable) -> torch.Tensor:
+        return forward(batch.tokens, batch.context, batch.labels, batch.weights, loss_chunk=self.loss_chunk)
+
+    def train_step(self, batches: list[ModelInput]) -> StepResult:
+        """Forward, backward and update over `accumulation` micro-batches."""
+        assert len(batches) == self.accumulation
+        self.deepspeed.train()
+        lr = lr_at(self.deepspeed.global_steps - self.deepspeed.skipped_steps, self.settings)
+        weight_sum = self._total(sum(batch.weights.double().sum() for batch in batches))
+        ranks = group_size(self.layout.data_context_group)
+        scale = ranks * self.accumulation / max(weight_sum, 1e-12)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        for number, batch in enumerate(batches, start=1):
+            loss = self._loss(batch, self.deepspeed)
+            loss_sum += loss.detach().double()
+            self.deepspeed.backward(loss * scale)
+            if number < self.accumulation:
+                self.deepspeed.step()
+        mean_loss = self._total(loss_sum) / max(weight_sum, 1e-12)
+        grad_norm, applied = self._update()
+        return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr, applied=applied and math.isfinite(mean_loss))
+
+    def _update(self) -> tuple[float, bool]:
+        """Clip and apply. A non-finite gradient leaves the weights as they are: ZeRO sees to it, stage 0 we do."""
+        if self.zero_stage == 0:
+            norm = deepspeed_compat.stage0_grad_norm(self.model, self.layout.tensor_group)
+            if not math.isfinite(norm):
+                deepspeed_compat.drop_step(self.deepspeed)
+                return norm, False
+            self.deepspeed.step()
+            return norm, True
+        skipped = self.deepspeed.skipped_steps
+        self.deepspeed.step()
+        norm = float(self.deepspeed.get_global_grad_norm())
+        return norm, self.deepspeed.skipped_steps == skipped and math.isfinite(norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[ModelInput]) -> float:
+        """Mean loss over `batches` of every rank; each rank brings the same number of them."""
+        self.deepspeed.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.layout.device)
+        for batch in batches:
+            loss = self._loss(batch, self.deepspeed)
+            sums += torch.stack((loss.double(), batch.weights.double().sum()))
+        all_reduce(sums, self.layout.data_context_group, "loss")
+        return (sums[0] / sums[1]).item() if sums[1] > 0 else math.nan
+
+    @torch.no_grad()
+    def first_non_finite(self, batches: list[ModelInput]) -> str:
+        """Name of the first module of this rank whose output is not finite, or where else to look. Collective."""
+        found: list[str] = []
+
+        def look(name: str):
+            def hook(_module, _inputs, output):
+                first = output[0] if isinstance(output, tuple) else output
+                if not found and isinstance(first, torch.Tensor) and not torch.isfinite(first).all():
+                    found.append(name)
+
+            return hook
+
+        hooks = [module.register_forward_hook(look(name)) for name, module in self.model.named_modules() if name]
+        try:
+            losses = [self._loss(batch, self.deepspeed) for batch in batches]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if found:
+            return found[0]
+        return "the gradient" if all(torch.isfinite(loss) for loss in losses) else "the loss"
+
+    def close(self) -> None:
+        """Release what DeepSpeed holds (hooks, partitioned parameters)."""
+        self.deepspeed.destroy()

@@ -1,0 +1,81 @@
+"""Weighted cross entropy straight from hidden states: logits exist for one chunk of tokens at a time.
+
+A 128K-token sequence has 20 G logits over a vocabulary of 152K. Loss and gradients are computed chunk by chunk in the
+forward (the weights of the tokens are known there), so the backward only scales them; the gradient of the output
+weight is summed in fp32. The vocabulary may be cut over tensor-parallel ranks.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank
+
+
+def _chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, group: Group
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """nll [n], probabilities [n, v] of this rank's vocabulary rows, and where the labels lie in them."""
+    rows = logits.shape[1]
+    peak = all_reduce(logits.amax(dim=1), group, "loss", dist.ReduceOp.MAX)
+    exp = (logits - peak[:, None]).exp_()
+    total = all_reduce(exp.sum(dim=1), group, "loss")
+    local = labels - group_rank(group) * rows
+    mine = (local >= 0) & (local < rows)
+    local = local.clamp(0, rows - 1)
+    target = logits.gather(1, local[:, None]).squeeze(1).masked_fill(~mine, 0.0)
+    target = all_reduce(target, group, "loss")
+    return total.log() + peak - target, exp.div_(total[:, None]), local, mine
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, token_weights, chunk: int, group: Group):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        d_hidden = torch.empty_like(hidden) if with_grad else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        for at in range(0, hidden.shape[0], chunk):
+            h, y, w = (x[at : at + chunk] for x in (hidden, labels, token_weights))
+            nll, d_logits, local, mine = _chunk_loss((h @ weight.t()).to(wide), y, group)
+            loss += (nll * w).sum()
+            if with_grad:
+                d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(wide))
+                d_logits = d_logits.mul_(w[:, None].to(wide)).to(hidden.dtype)
+                d_hidden[at : at + chunk] = d_logits @ weight
+                if d_weight is not None:
+                    d_weight += (d_logits.t() @ h).to(wide)
+        if with_grad:
+            all_reduce(d_hidden, group, "loss")  # each rank has the part of its vocabulary rows
+            ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = ctx.saved_tensors
+        d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
+        return (d_hidden * d_loss).to(d_hidden.dtype), d_weight, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weights: torch.Tensor,
+    *,
+    chunk: int,
+    tensor_group: Group = None,
+) -> torch.Tensor:
+    """sum over tokens of token_weight * -log softmax(hidden @ weight^T)[label].
+
+    Args:
+        hidden: [N, width]. weight: [V or this rank's V/tp rows, width], same dtype as hidden.
+        labels: [N] int64 in [0, V). token_weights: [N]; 0 leaves a token out.
+        chunk: tokens whose logits exist at a time.
+        tensor_group: the ranks that share the vocabulary, or None.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64 inputs).
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, tensor_group)

@@ -1,0 +1,129 @@
+"""The language model: megatron-core's GPT with our layers and a loss that never holds all logits."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ext.attention import SequenceContext, sequence_context
+from megatron_ext.context_parallel.collectives import Group
+from megatron_ext.loss import linear_cross_entropy
+from megatron_ext.specs import layer_spec
+from recipes.schema import ModelConfig
+
+
+class LanguageModel(GPTModel):
+    """GPT without position embedding (RoPE is the attention's); returns the weighted loss, or logits."""
+
+    def __init__(self, *args, tensor_group: Group = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tensor_group = tensor_group
+
+    def output_weight(self) -> torch.nn.Parameter:
+        """The rows that hidden states are multiplied by: the embedding's when tied, else the output layer's."""
+        layer = self.embedding.word_embeddings if self.share_embeddings_and_output_weights else self.output_layer
+        return layer.weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        context: SequenceContext,
+        labels: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        loss_chunk: int = 1024,
+    ) -> torch.Tensor:
+        """Run the decoder over this rank's slice.
+
+        Args:
+            tokens: [B, T] int64. context: positions and borders of the slice.
+            labels, weights: [B, T]; without them logits come back.
+            loss_chunk: tokens whose logits exist at a time.
+
+        Returns:
+            sum of weight * nll over this slice (scalar), or logits [B, T, V or this rank's V/tp].
+        """
+        hidden = self.embedding(input_ids=tokens, position_ids=None)
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)  # [T, B, width]
+        weight = self.output_weight()
+        if labels is None:
+            return (hidden @ weight.t()).transpose(0, 1)
+        flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
+        return linear_cross_entropy(
+            flat, weight, labels.reshape(-1), weights.reshape(-1), chunk=loss_chunk, tensor_group=self.tensor_group
+        )
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Width of one head."""
+    return model.head_dim or model.hidden_size // model.num_heads
+
+
+def _transformer_config(model: ModelConfig, *, tensor: int, context: int, dtype: torch.dtype, fused: bool):
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads or model.num_heads,
+        kv_channels=head_dim(model),
+        ffn_hidden_size=model.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=model.init_std,
+        params_dtype=dtype,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        # weights drawn on the CPU are the same whatever the layout and the device
+        use_cpu_initialization=True,
+        # the fusions are compiled by torch at the first call: worth it on a GPU only
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def build_model(
+    model: ModelConfig,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    tensor_group: Group = None,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    fused: bool = False,
+) -> LanguageModel:
+    """Build the model on the CPU (or on the meta device under `torch.device("meta")`), weights drawn from torch's RNG.
+
+    Raises:
+        ValueError: the attention refuses the recipe (see `layer_spec`).
+    """
+    spec = layer_spec(model.attention.kind, model.attention, qk_norm=model.qk_norm, recompute=recompute)
+    return LanguageModel(
+        config=_transformer_config(model, tensor=tensor, context=context, dtype=dtype, fused=fused),
+        transformer_layer_spec=spec,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.seq_length,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="none",
+        tensor_group=tensor_group,
+    )
+
+
+def slice_context(
+    model: ModelConfig, doc_starts: torch.Tensor, *, start: int, measure: bool = False
+) -> SequenceContext:
+    """The `SequenceContext` of a slice that begins at global position `start`, for this model's attention."""
+    return sequence_context(
+        doc_starts,
+        start=start,
+        head_dim=head_dim(model),
+        rope_base=model.attention.rope_base,
+        document_mask=model.attention.document_mask,
+        restart_positions=model.attention.restart_positions,
+        measure=measure,
+    )

@@ -1,0 +1,1 @@
+"""Recipes (YAML) and the typed schema that checks them: data, not code."""

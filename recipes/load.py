@@ -1,0 +1,184 @@
+"""Reads a recipe: its `base:` files, itself and the command line's overrides, merged into the typed schema and checked."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.schema import ATTENTION_KINDS, BAD_DOCUMENT_POLICIES, DEVICES, PRECISIONS, Recipe
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; the message names the key and the way out. The command line exits with 2."""
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Load, merge and check a recipe.
+
+    Args:
+        path: the YAML file; its optional `base:` names another one, relative to it, that it changes.
+        overrides: `key=value` pairs, dotted keys, the last word.
+
+    Raises:
+        RecipeError: unreadable file, unknown key (with the nearest known one), wrong type, missing or impossible value.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), *_layers(Path(path), []), _parse(overrides or []))
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{path}: {_one_sentence(error)}") from error
+    check_recipe(recipe)
+    return recipe
+
+
+def save_recipe(recipe: Recipe, path: Path, **about_run: object) -> None:
+    """Write the resolved recipe with facts about the run (versions, git state) as comments on top."""
+    head = "".join(f"# {name}: {value}\n" for name, value in about_run.items())
+    path.write_text(head + yaml.safe_dump(asdict(recipe), sort_keys=False))
+
+
+def _layers(path: Path, seen: list[Path]) -> list:
+    """The recipe's files from the outermost base to itself."""
+    if path in seen:
+        raise RecipeError(f"{path}: base files lead in a circle; remove one 'base:' line")
+    try:
+        layer = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        raise RecipeError(f"{path}: no such recipe; `ls recipes` shows those that ship with Longpitch") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a readable YAML file ({_one_line(error)})") from error
+    if not OmegaConf.is_dict(layer):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys, this file holds something else")
+    base = layer.pop("base", None)
+    return [*(_layers(path.parent / base, [*seen, path]) if base else []), layer]
+
+
+def _parse(overrides: list[str]):
+    for override in overrides:
+        if "=" not in override or override.startswith(("=", "-")):
+            raise RecipeError(f"override {override!r} is not of the form key=value, for example train.lr=1e-4")
+    try:
+        return OmegaConf.from_dotlist(overrides)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise RecipeError(f"overrides {' '.join(overrides)}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _one_sentence(error: OmegaConfBaseException) -> str:
+    """omegaconf's message with the full key in front, without its trailer about internal types."""
+    key = getattr(error, "full_key", None)
+    message = str(error).split("\n    full_key:")[0].strip().replace("\n", " ")
+    return f"{key}: {message}" if key else message
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise RecipeError for values that the types allow and the model, the layout or the optimisation does not."""
+    for check in (_check_choices, _check_positive, _check_model, _check_parallel, _check_train):
+        check(recipe)
+
+
+def _refuse(key: str, value: object, reason: str) -> None:
+    raise RecipeError(f"{key} = {value}: {reason}")
+
+
+def _check_choices(recipe: Recipe) -> None:
+    choices = (
+        ("model.attention.kind", recipe.model.attention.kind, ATTENTION_KINDS),
+        ("train.precision", recipe.train.precision, PRECISIONS),
+        ("train.device", recipe.train.device, DEVICES),
+        ("data.bad_documents", recipe.data.bad_documents, BAD_DOCUMENT_POLICIES),
+        ("parallel.zero_stage", recipe.parallel.zero_stage, (0, 1, 2, 3)),
+    )
+    for key, value, allowed in choices:
+        if value not in allowed:
+            _refuse(key, value, f"must be one of {', '.join(map(str, allowed))}")
+
+
+def _check_positive(recipe: Recipe) -> None:
+    counted = {
+        "model": "num_layers hidden_size num_heads ffn_size vocab_size seq_length",
+        "parallel": "tensor context",
+        "data": "shard_mib canonical_nodes tokenizer_vocab_size",
+        "train": "steps tokens_per_step micro_batch loss_chunk log_interval",
+        "checkpoint": "keep",
+    }
+    for section, keys in counted.items():
+        for key in keys.split():
+            value = getattr(getattr(recipe, section), key)
+            if value < 1:
+                _refuse(f"{section}.{key}", value, "must be at least 1")
+    for key in "cell_size query_block top_k retain recent".split():
+        if getattr(recipe.model.attention, key) < 1:
+            _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must be at least 1")
+    if recipe.model.attention.window < 0:
+        _refuse("model.attention.window", recipe.model.attention.window, "must be 0 or more")
+    if not 0 <= recipe.data.heldout_fraction < 1:
+        _refuse("data.heldout_fraction", recipe.data.heldout_fraction, "must lie in [0, 1)")
+
+
+def _check_model(recipe: Recipe) -> None:
+    model, attention = recipe.model, recipe.model.attention
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        _refuse("model.hidden_size", model.hidden_size, f"is not divisible by model.num_heads {model.num_heads}")
+    width = model.head_dim or model.hidden_size // model.num_heads
+    if width % 2:
+        _refuse("model.head_dim", width, "must be even for rotary positions")
+    if model.num_kv_heads is not None and (model.num_kv_heads < 1 or model.num_heads % model.num_kv_heads):
+        _refuse("model.num_heads", model.num_heads, f"is not a multiple of model.num_kv_heads {model.num_kv_heads}")
+    if attention.query_block % attention.cell_size:
+        _refuse(
+            "model.attention.query_block",
+            attention.query_block,
+            f"is not a multiple of cell_size {attention.cell_size}",
+        )
+    if attention.kind.startswith("freesolo") and model.seq_length < attention.query_block:
+        _refuse(
+            "model.seq_length",
+            model.seq_length,
+            f"is shorter than one query block of {attention.query_block}, so no query could ever read a cell",
+        )
+
+
+def _check_parallel(recipe: Recipe) -> None:
+    model, tensor = recipe.model, recipe.parallel.tensor
+    for key in ("num_heads", "num_kv_heads", "vocab_size"):
+        value = getattr(model, key)
+        if value is not None and value % tensor:
+            _refuse(f"model.{key}", value, f"is not divisible by parallel.tensor {tensor}")
+
+
+def _check_train(recipe: Recipe) -> None:
+    train = recipe.train
+    if train.tokens_per_step % recipe.model.seq_length:
+        _refuse(
+            "train.tokens_per_step",
+            train.tokens_per_step,
+            f"is not a multiple of model.seq_length {recipe.model.seq_length}",
+        )
+    if train.warmup_steps >= train.steps > 1:
+        _refuse("train.warmup_steps", train.warmup_steps, f"leaves nothing of train.steps {train.steps}")
+    if not 0 <= train.min_lr <= train.lr:
+        _refuse("train.min_lr", train.min_lr, f"must lie between 0 and train.lr {train.lr}")
+
+
+def accumulation_steps(recipe: Recipe, data_ranks: int) -> int:
+    """Micro-batches per step and data-parallel rank.
+
+    Raises:
+        RecipeError: the global batch does not divide into micro-batches over `data_ranks`.
+    """
+    sequences = recipe.train.tokens_per_step // recipe.model.seq_length
+    per_round = recipe.train.micro_batch * data_ranks
+    if sequences % per_round:
+        _refuse(
+            "train.tokens_per_step",
+            recipe.train.tokens_per_step,
+            f"is {sequences} sequences, which {data_ranks} data-parallel ranks x train.micro_batch "
+            f"{recipe.train.micro_batch} do not divide",
+        )
+    return sequences // per_round

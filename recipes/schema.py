@@ -1,0 +1,148 @@
+"""The typed recipe: every key a recipe may hold, its unit, and its one default.
+
+Plain dataclasses without imports of ours, handed down by `launch` to the constructors of `megatron_ext` and `data_prep`.
+`recipes/load.py` merges YAML files into them; an unknown key is refused there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING: Any = "???"  # omegaconf's mark of a key that the recipe must give
+
+ATTENTION_KINDS = ("dense", "swa", "freesolo", "freesolo_l")
+PRECISIONS = ("auto", "fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+BAD_DOCUMENT_POLICIES = ("stop", "skip")
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention a layer computes, and its constants. Keys that a kind does not use are ignored by it."""
+
+    kind: str = "freesolo"
+    backend: str = "auto"  # auto | reference | triton
+    rope_base: float = 10000.0
+    window: int = 512  # tokens a query looks back in the local branch (swa, freesolo, freesolo_l)
+    cell_size: int = 32  # tokens
+    query_block: int = 128  # tokens, a multiple of cell_size
+    top_k: int = 4  # cells read per query and head
+    sigma: float = 4.0  # tokens, width of the positional term
+    lam: float = 1.0  # weight of the positional term; 0 routes by content only
+    retain: int = 64  # freesolo_l: cells kept by priority, per kv head
+    recent: int = 8  # freesolo_l: newest cells kept besides
+    eps: float = 1.0e-8  # of the readout's RMSNorm
+    alpha_init: float = 1.0  # weight of the long-range branch at the start, per head
+    document_mask: bool = False  # True: every packed document is as if alone
+    restart_positions: bool = True  # with document_mask: RoPE positions start at 0 in every document
+
+
+@dataclass
+class ModelConfig:
+    """The decoder: megatron-core's GPT layers (RMSNorm, SwiGLU, no dropout) around the attention above."""
+
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int | None = None  # None: as many as num_heads
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    ffn_size: int = MISSING
+    vocab_size: int = MISSING  # rows of the embedding; at least the tokenizer's vocabulary
+    seq_length: int = MISSING  # tokens
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm on q and k per head
+    norm_eps: float = 1.0e-5
+    init_std: float = 0.02
+    init_from: str | None = None  # run directory (or one of its checkpoints) whose weights this run starts from
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+
+@dataclass
+class ParallelConfig:
+    """How the GPUs are laid out: tensor x context x data; what is left over is data parallel."""
+
+    tensor: int = 1
+    context: int = 1
+    zero_stage: int = 1  # DeepSpeed ZeRO 0-3 over data x context
+    timeout_seconds: float = 600.0  # a collective that waits longer ends the job
+
+
+@dataclass
+class SourceConfig:
+    """One input of `longpitch prep`."""
+
+    path: str = MISSING  # a directory, a file or a glob
+    format: str = "auto"  # auto (by suffix) | text | jsonl
+    text_field: str = "text"  # key of the text in a JSONL line
+    suffixes: list[str] = field(default_factory=lambda: [".txt", ".md", ".jsonl"])  # files taken from a directory
+    exclude: list[str] = field(default_factory=list)  # names of folders in a directory that are left out
+
+
+@dataclass
+class DataConfig:
+    """Where the shards lie, how `longpitch prep` makes them, and how training reads them."""
+
+    shards: str = MISSING  # folder written by prep (train/, heldout/, tokenizer/, manifest.json) and read by train
+    sources: list[SourceConfig] = field(default_factory=list)
+    tokenizer: str | None = (
+        None  # Hugging Face tokenizer directory or tokenizer.json; None: byte-level BPE trained here
+    )
+    tokenizer_vocab_size: int = 4096  # entries of the tokenizer trained here
+    heldout_fraction: float = 0.01  # of the documents, by hash
+    recall_masks: bool = False  # True: store the bit masks of the retrieval-weighted loss
+    bad_documents: str = "stop"  # stop | skip: what an unreadable document does
+    shard_mib: int = 64  # size of one shard
+    num_workers: int = 0  # loader processes per rank
+    shuffle: bool = True
+    canonical_nodes: int = 1  # fixes the sample order whatever the number of nodes
+    verify_hashes: bool = False  # True: check every shard's hash at the start, not only its size and counts
+    timeout_seconds: float = 300.0  # a batch that takes longer to arrive ends the job
+
+
+@dataclass
+class TrainConfig:
+    """The optimisation: AdamW, linear warm-up then cosine, clipping, one global batch of tokens a step."""
+
+    steps: int = MISSING
+    tokens_per_step: int = MISSING  # tokens; a multiple of seq_length
+    micro_batch: int = 1  # sequences per forward
+    lr: float = MISSING
+    min_lr: float = MISSING
+    warmup_steps: int = 0
+    weight_decay: float = 0.1  # of matrices; norms, biases, alpha and gain have none
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1.0e-8
+    clip: float = 1.0  # global gradient norm; 0 turns clipping off
+    precision: str = "auto"  # auto: bf16 on GPU, fp32 on CPU
+    device: str = "auto"  # auto: the GPU where there is one
+    recompute: bool = False  # True: layers keep their inputs only
+    loss_chunk: int = 1024  # tokens whose logits exist at a time
+    recall_beta: float = 0.0  # loss weight 1 + recall_beta * recall + switch_beta * switch
+    switch_beta: float = 0.0
+    freeze: list[str] = field(default_factory=list)  # regular expressions of parameter names that do not train
+    skip_nonfinite: int = 0  # steps with a non-finite loss or gradient that are dropped before the run stops
+    eval_interval: int = 0  # steps; 0: only at the end
+    eval_sequences: int = 32  # held-out sequences; 0 turns evaluation off
+    log_interval: int = 1  # steps between TensorBoard points and progress lines; metrics.jsonl has every step
+
+
+@dataclass
+class CheckpointConfig:
+    """When the training state is saved, and how many are kept."""
+
+    interval: int = 1000  # steps; 0: only at the end and on SIGTERM or SIGUSR1
+    keep: int = 2  # newest complete checkpoints
+
+
+@dataclass
+class Recipe:
+    """One run."""
+
+    run_dir: str = MISSING
+    seed: int = 1234
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

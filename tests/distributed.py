@@ -1,0 +1,69 @@
+"""Starts a rank program on several local processes (gloo) and brings back what its rank 0 found.
+
+A process costs about 6 seconds of imports, so a program runs a whole matrix of cases and returns a dict of results by
+case; the tests then look up theirs.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets for one process of a single node."""
+    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return os.environ | {name: str(value) for name, value in ours.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+def run_ranks(module: str, world: int, *arguments: str, timeout: float = 300.0) -> dict:
+    """Run `python -m module RESULT ARGUMENTS...` on `world` ranks; rank 0 writes its results to RESULT as JSON.
+
+    Raises:
+        AssertionError: a rank failed or did not end in time, with the end of every rank's output.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        result, logs, processes = Path(folder) / "result.json", [], []
+        for rank in range(world):
+            log = open(Path(folder) / f"rank_{rank}.log", "w+")  # noqa: SIM115 - closed with the folder
+            logs.append(log)
+            command = [sys.executable, "-m", module, str(result), *arguments]
+            environment = rank_environment(rank, world, port)
+            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+        try:
+            codes = [process.wait(timeout) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        tails = "\n".join(
+            f"--- rank {n}, exit {code}\n{_tail(log)}" for n, (log, code) in enumerate(zip(logs, codes, strict=True))
+        )
+        assert codes == [0] * world, tails
+        return json.loads(result.read_text())
+
+
+def _tail(log) -> str:
+    log.seek(0)
+    text = log.read()[-3000:]
+    log.close()
+    return text
