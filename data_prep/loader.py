@@ -116,6 +116,7 @@ class TrainLoader:
                 num_workers=num_workers,
                 collate_fn=partial(collate, recall_beta=recall_beta, switch_beta=switch_beta),
                 persistent_workers=num_workers > 0,
+                multiprocessing_context="fork" if num_workers else None,  # workers only read; seconds less to start
                 generator=torch.Generator(),  # else every epoch would draw from the training's own generator
             )
         except BaseException:
@@ -151,10 +152,8 @@ class TrainLoader:
 
     def __next__(self) -> MicroBatch:
         """The next micro-batch of this rank; a DataError if none arrives."""
-        if self._prefetcher is None:
-            self._prefetcher = self._start()
         try:
-            batch = self._prefetcher.next()
+            batch = self._fetch()
         except Exception as error:
             self.close()
             where = f"{self._split.folder}: micro-batch {self._total_taken} since the start did not arrive"
@@ -163,11 +162,19 @@ class TrainLoader:
         self._total_taken += 1
         return batch
 
-    def _start(self) -> Prefetcher:
-        steps_per_epoch, done = self.samples_per_epoch // self._global_batch, self._samples // self._global_batch
-        first_batches = (steps_per_epoch - done) * self.micro_batches_per_step
-        batches_per_epoch = steps_per_epoch * self.micro_batches_per_step
-        make_iterator = partial(_epochs, self._dataloader, first_batches, batches_per_epoch)
+    def _fetch(self) -> MicroBatch:
+        if self._prefetcher is None:
+            self._prefetcher = self._read_epoch(self._samples)
+        try:
+            return self._prefetcher.next()
+        except StopIteration:
+            # not before this batch is asked for: the ranks of a host wait for each other at the start of an epoch
+            self._prefetcher = self._read_epoch(0)
+            return self._prefetcher.next()
+
+    def _read_epoch(self, samples_done: int) -> Prefetcher:
+        steps = (self.samples_per_epoch - samples_done) // self._global_batch
+        make_iterator = partial(_epoch, self._dataloader, steps * self.micro_batches_per_step)
         return Prefetcher(make_iterator, depth=READ_AHEAD, timeout_seconds=self._timeout)
 
     def step_done(self) -> None:
@@ -249,17 +256,14 @@ class _Sequences(StreamingDataset):
             raise DataError("a reading thread failed")
 
 
-def _epochs(dataloader: StreamingDataLoader, first_batches: int, batches_per_epoch: int) -> Iterator[MicroBatch]:
-    """All micro-batches of one epoch after another, the first of which may have been begun in an earlier run."""
-    expected = first_batches
-    while True:
-        received = 0
-        for fields in dataloader:
-            received += 1
-            yield MicroBatch(**fields)
-        if received != expected:
-            raise DataError(f"an epoch ended after {received} of {expected} micro-batches")
-        expected = batches_per_epoch
+def _epoch(dataloader: StreamingDataLoader, expected: int) -> Iterator[MicroBatch]:
+    """The micro-batches of one epoch, or of what is left of it; ending early is an error."""
+    received = 0
+    for fields in dataloader:
+        received += 1
+        yield MicroBatch(**fields)
+    if received != expected:
+        raise DataError(f"the epoch ended after {received} of {expected} micro-batches")
 
 
 def _reason(error: Exception) -> str:

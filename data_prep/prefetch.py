@@ -8,7 +8,7 @@ from queue import Empty, Full, Queue
 from typing import Any
 
 POLL_SECONDS = 0.1  # how soon a stop or a dead thread is noticed
-JOIN_SECONDS = 5.0  # how long closing waits for the thread; a thread stuck in a system call is left behind
+JOIN_SECONDS = 2.0  # how long closing waits for the thread; a thread stuck in a system call is left behind
 
 
 class Prefetcher:

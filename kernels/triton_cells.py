@@ -388,8 +388,8 @@ def select(
     blocks = triton.cdiv(T, query_block)
     has_index = index is not None
     some = priority if index is None else index
-    C, pool = 1, some
-    if retain is not None and N > 0:
+    C, pool, pooled = 1, some, retain is not None and N > 0
+    if pooled:
         C = retain + recent
         leave = torch.empty(BG, N, dtype=torch.int32, device=device)
         _leave_kernel[(triton.cdiv(N, 32) * BG,)](
@@ -408,8 +408,8 @@ def select(
         q, mean, priority, some, pool, sigma, lam, picks, rank, count, *token_strides(q),
         T, N, G, blocks, query_start, mean.stride(0), D**-0.5,
         R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, KP=triton.next_power_of_2(K), C=C,
-        PARTS=mean.shape[0], POOL=retain is not None, HAS_INDEX=has_index, COUNT=pairs, BM=BM,
-        BC=32 if retain is not None or q.dtype == torch.float32 else 64, num_warps=4, num_stages=2,
+        PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNT=pairs, BM=BM,
+        BC=32 if pooled or q.dtype == torch.float32 else 64, num_warps=4, num_stages=2,
     )  # fmt: skip
     if not pairs:
         return Choice(picks, picks, count, count)
@@ -417,7 +417,7 @@ def select(
     _offset_kernel[(BG,)](count, offset, N, TILE=TILE, BN=1024, num_warps=4)
     capacity = order_capacity(T * R * K, N)
     order = torch.full((BG, capacity), -1, dtype=torch.int32, device=device)
-    if deterministic:
+    if deterministic and N > 0:
         rank = _sorted_rank(picks, count, G)
     _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
         picks, rank, offset, order, T, N, G, capacity, R=R, K=K, BP=1024, num_warps=4
@@ -439,4 +439,4 @@ def _sorted_rank(picks: Tensor, count: Tensor, G: int) -> Tensor:
     start += (columns < 0).sum(-1, keepdim=True)
     place = torch.arange(columns.shape[1], device=picks.device) - start
     rank = torch.empty_like(columns).scatter_(-1, pair, place.int())
-    return rank.view(B, G, T, -1).transpose(1, 2).reshape(B, T, H, K)
+    return rank.view(B, G, T, -1).transpose(1, 2).contiguous()

@@ -244,6 +244,8 @@ def read_backward(
     """Fill dk and dv of the complete cells, and dq of each pair of a chunk of heads in `part`."""
     _, T, H, D = q.shape
     N = count.shape[1]
+    if N == 0:
+        return
     _read_bwd_kernel[(N * len(heads),)](
         q, k, v, du, lse, delta, order, count, offset, part, dk, dv, *token_strides(q), *k_strides, *v_strides,
         *du_strides, *dk_strides, T, N, G, heads.start, order.shape[1], D**-0.5,

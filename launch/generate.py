@@ -59,5 +59,5 @@ def next_token_logits(
 ) -> torch.Tensor:
     """Logits [V] of the token after `tokens`."""
     batch = torch.tensor([tokens], device=device)
-    context = slice_context(config, torch.zeros_like(batch), start=0)
+    context = slice_context(config, torch.zeros_like(batch), start=0, length=len(tokens))
     return model(batch, context)[0, -1]

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flop
 from launch.run_directory import RunDirectory
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.collectives import all_reduce
-from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.context_parallel.layout import init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine
 from megatron_ext.model import build_model, slice_context
@@ -168,7 +167,7 @@ class Trainer:
 
         tokens, doc_starts = own(batch.tokens), own(batch.doc_starts)
         start = layout.context_rank * tokens.shape[1]
-        context = slice_context(model, doc_starts, start=start, measure=measure)
+        context = slice_context(model, doc_starts, start=start, length=model.seq_length, measure=measure)
         return ModelInput(tokens, own(batch.labels), own(batch.weights), context)
 
     def train_step(self) -> dict:
@@ -208,9 +207,8 @@ class Trainer:
         for figure in inputs[0].context.measured:
             layers = sorted(inputs[0].context.measured[figure])
             values = torch.stack([torch.stack([one.context.measured[figure][n] for n in layers]) for one in inputs])
-            total = all_reduce(values.mean(dim=0), self.layout.data_context_group, "metrics")
-            ranks = self.layout.data * self.layout.context
-            means[figure] = [round(value, 6) for value in (total / ranks).tolist()]
+            sums, counts = all_reduce(values.sum(dim=0), dist.group.WORLD, "metrics").unbind(-1)
+            means[figure] = [round(mean, 6) for mean in (sums / counts.clamp(min=1)).tolist()]
         return means
 
     def _not_finite(self, result: StepResult, batches: list[MicroBatch], inputs: list[ModelInput]) -> None:

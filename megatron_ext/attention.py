@@ -13,7 +13,7 @@ from torch import nn
 from kernels.cells import cell_priority, combine, read_cells, retained_fraction
 from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
-from megatron_ext.context_parallel.cells import candidate_cells
+from megatron_ext.context_parallel.cells import CellTable, candidate_cells
 from megatron_ext.context_parallel.collectives import group_size, replicated_parameter
 from megatron_ext.context_parallel.halo import with_halo
 
@@ -24,21 +24,23 @@ class SequenceContext(PackedSeqParams):
 
     qkv_format: str = "bshd"
     start: int = 0  # global position of this slice's first token
+    length: int = 0  # tokens of the whole sequence, without the padding that makes slices equal
     rope_cos: torch.Tensor | None = None  # [T, D/2] or [B, T, D/2] fp32
     rope_sin: torch.Tensor | None = None
     first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
     measure: bool = False  # True: layers put their figures into `measured`
-    measured: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # figure -> layer -> scalar
+    measured: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # figure -> layer -> [sum, count]
 
-    def record(self, figure: str, layer: int, value: torch.Tensor) -> None:
-        """Keep one layer's figure of this micro-batch; a recomputed layer records the same value again."""
-        self.measured.setdefault(figure, {})[layer] = value
+    def record(self, figure: str, layer: int, mean: torch.Tensor, count: int) -> None:
+        """Keep one layer's figure, a mean over `count` things; a recomputed layer records the same again."""
+        self.measured.setdefault(figure, {})[layer] = torch.stack((mean * count, torch.full_like(mean, count)))
 
 
 def sequence_context(
     doc_starts: torch.Tensor,
     *,
     start: int,
+    length: int,
     head_dim: int,
     rope_base: float,
     document_mask: bool,
@@ -50,13 +52,15 @@ def sequence_context(
     Args:
         doc_starts: [B, T] global position of the first token of each position's document.
         start: global position of the slice's first token.
+        length: tokens of the whole sequence before padding.
+        measure: whether layers put their figures into the context.
     """
     positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
     if document_mask and restart_positions:
         positions = positions - doc_starts
     cos, sin = rope_tables(positions, head_dim, rope_base)
     first_key = doc_starts if document_mask else None
-    return SequenceContext(start=start, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure)
+    return SequenceContext(start=start, length=length, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure)
 
 
 class _CoreAttention(nn.Module):
@@ -152,10 +156,23 @@ class FreeSoloAttention(_CoreAttention):
             top_k=self.top_k, sigma=self.sigma, lam=self.lam, **blocks, **pool,
         )  # fmt: skip
         if context.measure and self.retain is not None:
-            kept = retained_fraction(
-                cell_priority(table.k), table.index,
-                num_queries=q.shape[1], cell_size=self.cell_size, **blocks, **pool,
-            )  # fmt: skip
-            context.record("retained_fraction", self.layer_number, kept)
+            self._measure(table, context, num_queries=q.shape[1])
         gain = replicated_parameter(self.gain, self.tensor_group)
         return combine(local, readout, self.alpha, gain, eps=self.eps)
+
+    @torch.no_grad()
+    def _measure(self, table: CellTable, context: SequenceContext, *, num_queries: int) -> None:
+        """Record which share of the available cells the pool keeps, over the blocks of real tokens that have any."""
+        real = max(0, min(num_queries, context.length - context.start))
+        starts = range(context.start, context.start + real, self.query_block)
+        kept = retained_fraction(
+            cell_priority(table.k),
+            table.index,
+            num_queries=real,
+            query_start=context.start,
+            cell_size=self.cell_size,
+            query_block=self.query_block,
+            retain=self.retain,
+            recent=self.recent,
+        )
+        context.record("retained_fraction", self.layer_number, kept, sum(start >= self.cell_size for start in starts))

@@ -128,11 +128,11 @@ def needs_universal(facts: dict, layout: Layout, zero_stage: int) -> bool:
     saved = facts["layout"]
     if saved["tensor"] != layout.tensor:
         raise CheckpointError(
-            f"the checkpoint was saved with parallel.tensor {saved['tensor']}, this run has {layout.tensor}: set it back"
+            f"it was saved with parallel.tensor {saved['tensor']} and this run has {layout.tensor}; set it back"
         )
     if saved["zero_stage"] != zero_stage and {saved["zero_stage"], zero_stage} != {1, 2}:
         raise CheckpointError(
-            f"the checkpoint was saved with parallel.zero_stage {saved['zero_stage']}, which stage {zero_stage} "
+            f"it was saved with parallel.zero_stage {saved['zero_stage']}, which stage {zero_stage} "
             "cannot read (1 and 2 read each other's): set it back"
         )
     return zero_stage > 0 and (saved["world"], saved["zero_stage"]) != (layout.world, zero_stage)
@@ -172,35 +172,33 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
 def load_weights(model: LanguageModel, checkpoint: Path) -> None:
     """Fill a whole (not sharded, not tensor-parallel) model with the fp32 weights of a checkpoint of any ZeRO stage.
 
-    A model with parameters that the checkpoint's kind of attention lacks (alpha, gain) keeps its own start values.
+    Parameters that the checkpoint's kind of attention lacks (alpha, gain) keep their start values.
 
     Raises:
         CheckpointError: tensor-parallel checkpoint, other constants, or weights that do not fit.
     """
     facts = read_facts(checkpoint)
-    if facts["layout"]["tensor"] != 1:
-        raise CheckpointError(
-            f"{checkpoint}: weights saved with parallel.tensor {facts['layout']['tensor']} are read only by a run of that size"
-        )
+    tensor = facts["layout"]["tensor"]
+    if tensor != 1:
+        raise CheckpointError(f"{checkpoint}: its weights are cut over {tensor} tensor-parallel ranks; only 1 is read")
     state = deepspeed_compat.consolidated_weights(checkpoint, TAG, facts["layout"]["zero_stage"])
-    own = model.state_dict()
+    own = {name: value for name, value in model.state_dict().items() if value is not None}
     for name, value in own.items():
-        constant = name.endswith((".sigma", ".lam"))
-        if constant and name in state and not torch.equal(state[name].to(value.dtype), value.cpu()):
-            raise CheckpointError(
-                f"{checkpoint}: {name} is {state[name].tolist()}, the recipe says {value.tolist()}; "
-                "set model.attention accordingly"
-            )
-    own_kind = tuple(f".core_attention.{name}" for name in ("alpha", "gain", "sigma", "lam"))
-    missing = [
-        name for name, value in own.items() if value is not None and name not in state and not name.endswith(own_kind)
-    ]
-    shapes = [
-        name for name, value in own.items() if value is not None and name in state and value.shape != state[name].shape
-    ]
-    if missing or shapes:
-        name = (missing + shapes)[0]
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {name} is missing there or has another shape; check the model section"
-        )
+        _check_fit(checkpoint, name, value, state.get(name))
     model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False)
+
+
+def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None) -> None:
+    if saved is None:
+        if name.endswith(tuple(f".core_attention.{part}" for part in ("alpha", "gain", "sigma", "lam"))):
+            return
+        raise CheckpointError(f"{checkpoint} is of another model: it has no {name}; check the model section")
+    if saved.shape != own.shape:
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {name} is {list(saved.shape)} there and {list(own.shape)} here; "
+            "check the model section"
+        )
+    if name.endswith((".sigma", ".lam")) and not torch.equal(saved.to(own.dtype), own.cpu()):
+        raise CheckpointError(
+            f"{checkpoint}: {name} is {saved[0].item()} there and {own[0].item()} in the recipe; set model.attention so"
+        )

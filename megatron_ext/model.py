@@ -115,12 +115,13 @@ def build_model(
 
 
 def slice_context(
-    model: ModelConfig, doc_starts: torch.Tensor, *, start: int, measure: bool = False
+    model: ModelConfig, doc_starts: torch.Tensor, *, start: int, length: int, measure: bool = False
 ) -> SequenceContext:
     """The `SequenceContext` of a slice that begins at global position `start`, for this model's attention."""
     return sequence_context(
         doc_starts,
         start=start,
+        length=length,
         head_dim=head_dim(model),
         rope_base=model.attention.rope_base,
         document_mask=model.attention.document_mask,

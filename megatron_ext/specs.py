@@ -1,7 +1,7 @@
 """Layer specs: the stock megatron-core layer with its core attention swapped, one function a kind."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -34,8 +34,10 @@ def _swa(attention: AttentionConfig) -> ModuleSpec:
 
 
 def _freesolo(attention: AttentionConfig, retain: int | None = None) -> ModuleSpec:
-    names = "backend window cell_size query_block top_k sigma lam recent eps alpha_init".split()
-    params = {name: getattr(attention, name) for name in names} | {"retain": retain}
+    shared = asdict(attention)
+    for key in ("kind", "retain", "rope_base", "document_mask", "restart_positions"):
+        del shared[key]
+    params = shared | {"retain": retain}
     return ModuleSpec(module=FreeSoloAttention, params=params)
 
 

@@ -1,4 +1,4 @@
-"""Reads a recipe: its `base:` files, itself and the command line's overrides, merged into the typed schema and checked."""
+"""Reads a recipe: its `base:` files, itself and the overrides, merged into the typed schema and checked."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -112,7 +112,7 @@ def _check_positive(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), key)
             if value < 1:
                 _refuse(f"{section}.{key}", value, "must be at least 1")
-    for key in "cell_size query_block top_k retain recent".split():
+    for key in ["cell_size", "query_block", "top_k", "retain", "recent"]:
         if getattr(recipe.model.attention, key) < 1:
             _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must be at least 1")
     if recipe.model.attention.window < 0:

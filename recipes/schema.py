@@ -1,7 +1,7 @@
 """The typed recipe: every key a recipe may hold, its unit, and its one default.
 
-Plain dataclasses without imports of ours, handed down by `launch` to the constructors of `megatron_ext` and `data_prep`.
-`recipes/load.py` merges YAML files into them; an unknown key is refused there.
+Plain dataclasses that import nothing of ours; `launch` hands them to the constructors of `megatron_ext` and
+`data_prep`. `recipes/load.py` merges YAML files into them; an unknown key is refused there.
 """
 
 from dataclasses import dataclass, field

@@ -93,5 +93,5 @@ class _ReplicatedParameter(torch.autograd.Function):
 
 
 def replicated_parameter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """A parameter that every tensor-parallel rank holds whole but applies to its own heads: its gradients are summed."""
+    """A parameter that tensor-parallel ranks hold whole but apply to their own heads: its gradients are summed."""
     return x if group_size(group) == 1 else _ReplicatedParameter.apply(x, group)

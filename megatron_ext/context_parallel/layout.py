@@ -47,22 +47,18 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_parallel(
-    *, world: int, tensor: int, context: int, num_heads: int, num_kv_heads: int, vocab_size: int
-) -> None:
-    """Raise ValueError, naming the numbers, for a layout that this model or this world cannot have."""
+def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: float) -> Layout:
+    """Join the process group named by torchrun's environment (a world of one without it) and cut it up.
+
+    Raises:
+        ValueError: tensor x context does not divide the number of processes, or there is no such device.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % (tensor * context):
         raise ValueError(
             f"parallel.tensor {tensor} x parallel.context {context} = {tensor * context} does not divide "
             f"the {world} processes started; change one of the three"
         )
-    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("vocab_size", vocab_size)):
-        if count % tensor:
-            raise ValueError(f"model.{name} {count} is not divisible by parallel.tensor {tensor}")
-
-
-def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: float) -> Layout:
-    """Join the process group named by torchrun's environment (a world of one without it) and cut it up."""
     chosen = pick_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -1,0 +1,50 @@
+"""Loss and every gradient are the same under context parallelism, tensor parallelism and recomputation as alone."""
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.megatron_ext.parity_program import MODEL, SEQUENCES, config
+
+LAYOUTS = ("tp1 cp2", "tp1 cp4", "tp2 cp1", "tp2 cp2")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """All results of one launch on 4 ranks."""
+    return run_ranks("tests.megatron_ext.parity_program", 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_equals_one_rank(found, case, layout):
+    assert found[f"{case} {layout}"] < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["swa", "freesolo", "freesolo_l"])
+def test_recomputation_gives_the_same_bits(found, kind):
+    assert found[f"{kind} recompute equal"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_measured_figures_do_not_depend_on_the_layout(found, layout):
+    got, want = found[f"freesolo_l {layout} measured"]
+    assert got["retained_fraction"] == pytest.approx(want["retained_fraction"], rel=1e-12)
+    assert all(0 < value < 1 for value in want["retained_fraction"].values())
+
+
+def test_window_traffic_does_not_grow_with_the_sequence(found):
+    """Forward and backward bring the window's keys and values from each other rank, in fp64, for 2 layers."""
+    model, batch = config(*SEQUENCES["swa"]), 2
+    halo = model.attention.window * 2 * batch * MODEL.num_kv_heads * MODEL.head_dim * 8
+    assert found["swa tp1 cp2 bytes"] == {"window": 2 * 2 * halo}
+    assert found["swa_window_0 tp1 cp4 bytes"] == {}
+
+
+def test_pool_traffic_is_bounded(found):
+    """FS-L ranks offer retain + recent cells whatever the length of the slice; FS ranks offer every cell."""
+    attention = MODEL.attention
+    cells = attention.retain + attention.recent
+    one_way = cells * attention.cell_size * 2 * 2 * MODEL.num_kv_heads * MODEL.head_dim * 8
+    index = cells * 2 * MODEL.num_kv_heads * 8
+    assert found["freesolo_l tp1 cp2 bytes"]["cells"] == 2 * (2 * one_way + index)
+    assert found["freesolo tp1 cp2 bytes"]["cells"] > 2 * found["freesolo_l tp1 cp2 bytes"]["cells"]
