@@ -6,6 +6,8 @@ does the ordering and the reading; what is added is that every failure becomes o
 steps which finished count, whatever has been read ahead.
 """
 
+import atexit
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -107,6 +109,7 @@ class TrainLoader:
         self._epoch, self._samples = 0, 0  # position after the last finished step
         self._taken, self._total_taken = 0, 0  # micro-batches of the step in progress, and since the start
         self._prefetcher: Prefetcher | None = None
+        self._closed = False
         self._scratch = Scratch(temp_dir)
         try:
             self._dataset = self._open(micro_batch, replication)
@@ -152,6 +155,8 @@ class TrainLoader:
 
     def __next__(self) -> MicroBatch:
         """The next micro-batch of this rank; a DataError if none arrives."""
+        if self._closed:
+            raise RuntimeError("the loader is closed; make a new one")
         try:
             batch = self._fetch()
         except Exception as error:
@@ -217,12 +222,15 @@ class TrainLoader:
 
     def close(self) -> None:
         """Stop reading and remove this job's temporary files; the loader cannot be used afterwards."""
-        if hasattr(self._dataset, "_event"):
-            self._dataset._event.set()  # the library's own threads end on this
+        if self._closed:
+            return
+        self._closed = True
+        self._dataset.stop()
         if self._prefetcher is not None:
             self._prefetcher.close()
         if self._dataloader._iterator is not None:
             self._dataloader._iterator._shutdown_workers()
+        self._dataset.release()
         self._scratch.close()
 
     def __enter__(self) -> Self:
@@ -254,6 +262,22 @@ class _Sequences(StreamingDataset):
         yield from super().__iter__()
         if self._event.is_set():  # the library ends an epoch without a word when one of its threads fails
             raise DataError("a reading thread failed")
+
+    def stop(self) -> None:
+        """End the library's own threads, which wait for this event."""
+        if hasattr(self, "_event"):
+            self._event.set()
+            self._executor.shutdown(wait=False)
+
+    def release(self) -> None:
+        """Give back the shared memory now; the library would keep it, and the files open, to the end of the process."""
+        scalars = (self._next_epoch.arr, self._cache_usage.arr, self._shared_barrier._arr)
+        arrays = (self._shard_states, self._shard_access_times, *scalars)
+        segments = [self._locals_shm, *(array.shm for array in arrays), getattr(self, "_resume_shm", None)]
+        for segment in filter(None, segments):
+            with contextlib.suppress(BufferError):  # a thread that is stuck still looks at it
+                segment.cleanup()
+                atexit.unregister(segment.cleanup)
 
 
 def _epoch(dataloader: StreamingDataLoader, expected: int) -> Iterator[MicroBatch]:

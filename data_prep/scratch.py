@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Scratch:
-    """The part of a job's temporary folder that belongs to this host, shared by the job's processes on it."""
+    """The part of a job's temporary folder that belongs to this host, shared by the job's processes on it.
+
+    `close()` withdraws this process, and so does the end of the process.
+    """
 
     def __init__(self, temp_dir: str | Path | None) -> None:
-        self._shared_parent = temp_dir is not None
         if temp_dir is None:
             self.folder = Path(tempfile.mkdtemp(prefix="longpitch-"))
         else:
@@ -32,6 +35,7 @@ class Scratch:
         handle, name = tempfile.mkstemp(prefix=f"process-{os.getpid()}-", suffix=".json", dir=self.folder)
         os.close(handle)
         self._note = Path(name)
+        self.close = weakref.finalize(self, _withdraw, self._note, temp_dir is not None)
 
     @contextlib.contextmanager
     def as_temporary_folder(self) -> Iterator[None]:
@@ -48,23 +52,30 @@ class Scratch:
             inode = _locals(prefix).stat().st_ino
             self._note.write_text(json.dumps({"prefix": prefix, "inode": inode}))
 
-    def close(self) -> None:
-        """Withdraw this process; the last one removes the folder."""
-        self._note.unlink(missing_ok=True)
-        if not _living_notes(self.folder):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self._shared_parent:
-                with contextlib.suppress(OSError):  # other hosts may still use it
-                    self.folder.parent.rmdir()
+
+def _withdraw(note: Path, has_shared_parent: bool) -> None:
+    """Remove a process's note; the last process of the host removes the folder."""
+    if _process_of(note) != os.getpid():  # a forked child holds a copy of what its parent must close
+        return
+    note.unlink(missing_ok=True)
+    if not _living_notes(note.parent):
+        shutil.rmtree(note.parent, ignore_errors=True)
+        if has_shared_parent:
+            with contextlib.suppress(OSError):  # other hosts may still use it
+                note.parent.parent.rmdir()
 
 
 def _locals(prefix: int) -> Path:
     return SHARED_MEMORY / f"{prefix:06}_locals"
 
 
+def _process_of(note: Path) -> int:
+    return int(note.name.split("-")[1])
+
+
 def _is_alive(note: Path) -> bool:
     try:
-        os.kill(int(note.name.split("-")[1]), 0)
+        os.kill(_process_of(note), 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # alive, another user's

@@ -63,13 +63,14 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 @app.command(epilog='Example: longpitch generate runs/quickstart --prompt "def main(" --tokens 64')
 def generate(
     run: RunPath,
-    prompt: Annotated[str, typer.Option(help="text to go on from")],
-    tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 64,
+    prompt: Annotated[list[str], typer.Option(help="text to go on from; may be given several times")],
+    tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 32,
 ) -> None:
-    """Continue a prompt greedily with the weights of a run."""
+    """Continue prompts greedily with the weights of a run."""
     from launch.generate import greedy
 
-    typer.echo(greedy(run, prompt, tokens))
+    for text in greedy(run, prompt, tokens):
+        typer.echo(text + "\n" + "-" * 20)
 
 
 @app.command(epilog="Example: longpitch report runs/quickstart --out loss.png")

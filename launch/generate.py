@@ -1,4 +1,4 @@
-"""Greedy continuation of a prompt with the weights of a run: one process, no cache, every token a whole forward."""
+"""Greedy continuation of prompts with the weights of a run: one process, no cache, every token a whole forward."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from megatron_ext.model import LanguageModel, build_model, slice_context
 from recipes.schema import ModelConfig, Recipe
 
 
-def greedy(path: str | Path, prompt: str, num_tokens: int) -> str:
-    """The prompt and up to `num_tokens` most likely next tokens, as text.
+def greedy(path: str | Path, prompts: list[str], num_tokens: int) -> list[str]:
+    """Each prompt with up to `num_tokens` most likely next tokens, as text; stops at the end of a document.
 
     Args:
         path: a run directory or one of its checkpoints.
@@ -24,19 +24,22 @@ def greedy(path: str | Path, prompt: str, num_tokens: int) -> str:
     step = checkpoint.find(path)
     recipe = run_recipe(step.parent.parent)
     tokenizer = AutoTokenizer.from_pretrained(str(Path(recipe.data.shards) / "tokenizer"))
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
-    if not tokens:
-        raise ValueError("the prompt is empty; give at least one character")
-    layout = init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
+    if not all(prompts):
+        raise ValueError("a prompt is empty; give at least one character")
+    init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
     try:
         model = load_model(recipe.model, step)
-        for _ in range(num_tokens):
-            window = tokens[-recipe.model.seq_length :]
-            tokens.append(int(next_token_logits(model, recipe.model, window, layout.device).argmax()))
-            if tokens[-1] == tokenizer.eos_token_id:
-                break
+        return [_continue(model, recipe.model, tokenizer, prompt, num_tokens) for prompt in prompts]
     finally:
         leave_layout()
+
+
+def _continue(model: LanguageModel, config: ModelConfig, tokenizer, prompt: str, num_tokens: int) -> str:
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    for _ in range(num_tokens):
+        tokens.append(int(next_token_logits(model, config, tokens[-config.seq_length :]).argmax()))
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
     return tokenizer.decode(tokens)
 
 
@@ -54,10 +57,8 @@ def load_model(config: ModelConfig, step: Path) -> LanguageModel:
 
 
 @torch.no_grad()
-def next_token_logits(
-    model: LanguageModel, config: ModelConfig, tokens: list[int], device: torch.device
-) -> torch.Tensor:
+def next_token_logits(model: LanguageModel, config: ModelConfig, tokens: list[int]) -> torch.Tensor:
     """Logits [V] of the token after `tokens`."""
-    batch = torch.tensor([tokens], device=device)
+    batch = torch.tensor([tokens])
     context = slice_context(config, torch.zeros_like(batch), start=0, length=len(tokens))
     return model(batch, context)[0, -1]

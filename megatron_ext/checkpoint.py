@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import deepspeed_compat
+from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
 
+MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 TAG = "state"
 MARK = "complete.json"
 
@@ -144,14 +146,16 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
     Args:
         universal: what `needs_universal` said, and what the engine was built with.
     """
-    layout, tag = engine.layout, TAG
+    layout = engine.layout
     if universal:
         tag = TAG + deepspeed_compat.UNIVERSAL_SUFFIX
         if layout.rank == 0:
             shutil.rmtree(checkpoint / tag, ignore_errors=True)
             deepspeed_compat.convert_to_universal(checkpoint, TAG)
         dist.barrier()
-    path, client = engine.deepspeed.load_checkpoint(str(checkpoint), tag=tag)
+        path, client = deepspeed_compat.load_universal(engine.deepspeed, checkpoint, tag)
+    else:
+        path, client = engine.deepspeed.load_checkpoint(str(checkpoint), tag=TAG)
     if path is None:
         raise CheckpointError(f"{checkpoint}: DeepSpeed found nothing to load there; remove the folder and start again")
     if universal:
@@ -162,11 +166,29 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
         if layout.rank == 0:
             shutil.rmtree(checkpoint / tag, ignore_errors=True)
     else:
-        state = torch.load(checkpoint / f"random_rank_{layout.rank}.pt", weights_only=True)
-        torch.set_rng_state(state["cpu"])
-        if state["cuda"] is not None and layout.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"])
+        _restore_random_state(checkpoint / f"random_rank_{layout.rank}.pt", layout.device)
+    _check_same_weights(engine, checkpoint)
     return client
+
+
+def _restore_random_state(path: Path, device: torch.device) -> None:
+    if not path.exists():  # stage 0 on more ranks than saved
+        return
+    state = torch.load(path, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
+    """Refuse to go on when ranks that should hold the same weights do not (ZeRO-3 ranks hold different parts)."""
+    if engine.zero_stage == 3:
+        return
+    sums = torch.stack([parameter.detach().double().sum() for parameter in engine.model.parameters()])
+    group = engine.layout.data_context_group
+    largest, smallest = (all_reduce(sums.clone(), group, "checkpoint", op) for op in (MAX, MIN))
+    if not torch.equal(largest, smallest):
+        raise CheckpointError(f"{checkpoint}: ranks loaded different weights from it; is the folder on a shared disk?")
 
 
 def load_weights(model: LanguageModel, checkpoint: Path) -> None:

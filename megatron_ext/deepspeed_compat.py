@@ -149,6 +149,23 @@ def convert_to_universal(checkpoint: Path, tag: str) -> str:
     return target.name
 
 
+def load_universal(engine, checkpoint: Path, tag: str) -> tuple[str | None, dict]:
+    """`engine.load_checkpoint` of a converted checkpoint, with two faults of stage 3 mended.
+
+    It gives all parameters one and the same step counter, which AdamW then advances once for each of them, and every
+    parameter group the weight decay of the first.
+    """
+    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    loaded = engine.load_checkpoint(str(checkpoint), tag=tag)
+    for group, decay in zip(engine.optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
+    for state in states.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+    return loaded
+
+
 def restore_frozen_and_buffers(model: nn.Module, folder: Path, *, zero_stage: int, tensor_group: Group) -> None:
     """A universal load restores what the optimizer holds and silently nothing else: read the rest ourselves.
 

@@ -23,15 +23,13 @@ def write_split(folder: Path, samples: list[dict[str, np.ndarray]], *, per_shard
     """Write samples as they are to `folder`; every column has the shape it has in the first sample."""
     first = samples[0]
     columns = {k: f"ndarray:{v.dtype.name}:{len(v)}" for k, v in first.items() if k != "doc_lengths"}
-    size = sum(v.nbytes for v in first.values()) + 16
-    with MDSWriter(
-        columns=columns | {"doc_lengths": "ndarray:uint32"},
-        out=str(folder),
-        hashes=["xxh64"],
-        size_limit=600 + per_shard * size,
-    ) as writer:
-        for sample in samples:
+    columns["doc_lengths"] = "ndarray:uint32"
+    with MDSWriter(columns=columns, out=str(folder), hashes=["xxh64"], size_limit=None) as writer:
+        for number, sample in enumerate(samples, start=1):
             writer.write(sample)
+            if number % per_shard == 0 and number < len(samples):
+                writer.flush_shard()
+                writer._reset_cache()
     return folder
 
 

@@ -1,10 +1,14 @@
-"""Rank program: `train` in one process group over kinds x ZeRO stages x context parallelism; returns every loss.
+"""Rank program: trains a list of jobs one after the other in one process group and returns their losses.
 
-Arguments: RESULT SHARDS RUNS KINDS STAGES CONTEXTS [KEY=VALUE ...], lists separated by commas.
+Arguments: RESULT JOBS, a JSON file with a list of {"name", "settings", "stop_at"?, "copy_from"?}. `stop_at` sends this
+process SIGUSR1 after that step; `copy_from` starts from a copy of another run's directory. Jobs of one layout belong
+together: every new cut of the world leaves threads behind.
 """
 
 import json
 import os
+import shutil
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,29 +18,56 @@ warnings.filterwarnings("ignore")
 RECIPE = Path(__file__).parent / "tiny.yaml"
 
 
-def main(result: str, shards: str, runs: str, kinds: str, stages: str, contexts: str, *overrides: str) -> None:
-    """Train every combination; rank 0 writes {"kind z0 cp1": [[loss, grad_norm], ...]}."""
+def stop_after(step: int | None) -> None:
+    """Let rank 0 receive SIGUSR1 once it has written the metrics of `step`; None never."""
+    from launch.metrics import MetricsWriter
+
+    original = ORIGINAL.setdefault("write", MetricsWriter.write)
+
+    def write(self, record):
+        original(self, record)
+        if record["step"] == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    MetricsWriter.write = write
+
+
+ORIGINAL: dict = {}
+
+
+def run_job(job: dict, rank: int) -> dict:
+    """Train one job; {"losses", "norms", "heldout", "steps"} from its metrics, or {"error"}."""
+    import torch.distributed as dist
+
     from launch.run_directory import read_metrics
     from launch.train import train
-    from megatron_ext.context_parallel.layout import leave_layout
     from recipes.load import load_recipe
 
-    found = {}
-    # layouts outermost: every new cut of the world leaves gloo's threads behind
-    for context in contexts.split(","):
-        for kind in kinds.split(","):
-            for stage in stages.split(","):
-                name = f"{kind} z{stage} cp{context}"
-                run = Path(runs) / name.replace(" ", "_")
-                settings = [
-                    f"run_dir={run}", f"data.shards={shards}", f"model.attention.kind={kind}",
-                    f"parallel.zero_stage={stage}", f"parallel.context={context}", *overrides,
-                ]  # fmt: skip
-                train(load_recipe(RECIPE, settings))
-                if os.environ["RANK"] == "0":
-                    found[name] = [[r["loss"], r["grad_norm"]] for r in read_metrics(run / "metrics.jsonl")]
-                    print(name, found[name][0], found[name][-1], flush=True)
-    if os.environ["RANK"] == "0":
+    recipe = load_recipe(RECIPE, job["settings"])
+    if job.get("copy_from") and rank == 0:
+        shutil.copytree(job["copy_from"], recipe.run_dir)
+    if dist.is_initialized():
+        dist.barrier()
+    stop_after(job.get("stop_at"))
+    train(recipe)
+    records = read_metrics(Path(recipe.run_dir) / "metrics.jsonl")
+    return {
+        "losses": [record["loss"] for record in records],
+        "norms": [record["grad_norm"] for record in records],
+        "heldout": records[-1].get("heldout_loss"),
+        "steps": [record["step"] for record in records],
+    }
+
+
+def main(result: str, jobs: str) -> None:
+    """Run all jobs; rank 0 writes what they found by name."""
+    from megatron_ext.context_parallel.layout import leave_layout
+
+    rank, found = int(os.environ["RANK"]), {}
+    for job in json.loads(Path(jobs).read_text()):
+        found[job["name"]] = run_job(job, rank)
+        print(job["name"], found[job["name"]]["losses"][-1:], flush=True)
+    if rank == 0:
         Path(result).write_text(json.dumps(found))
     leave_layout()
 

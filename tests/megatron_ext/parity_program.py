@@ -55,6 +55,7 @@ def batch(length: int) -> dict[str, torch.Tensor]:
     labels = torch.randint(64, (2, length), generator=generator)
     weights = (torch.rand(2, length, generator=generator) < 0.7).double() * torch.rand(2, length, generator=generator)
     weights[:, length // 2 :] *= torch.arange(length - length // 2) % 3 == 0
+    weights[:, -(length // 4) :] = 0  # the last of four ranks has nothing to learn
     borders = torch.tensor([0, length // 5, length // 2 + 3])
     doc_starts = borders[torch.bucketize(torch.arange(length), borders, right=True) - 1].expand(2, length)
     return {"tokens": tokens, "labels": labels, "weights": weights, "doc_starts": doc_starts}

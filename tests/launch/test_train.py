@@ -1,0 +1,205 @@
+"""One recipe, many layouts, interruptions and restarts: the losses of `train` stay what they are."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import ROOT, free_port, rank_environment, run_ranks
+from tests.launch.train_program import RECIPE
+
+KINDS = ("dense", "swa", "freesolo", "freesolo_l")
+STAGES = (0, 1, 2, 3)
+STOP = 7
+FROZEN = r"train.freeze=['mlp\.linear_fc1']"
+
+
+def job(runs: Path, shards: Path, name: str, *settings: str, **more) -> dict:
+    """One entry of a train program's list."""
+    fixed = [f"run_dir={runs / name.replace(' ', '_')}", f"data.shards={shards}"]
+    return {"name": name, "settings": [*fixed, *settings], **more}
+
+
+def run_jobs(folder: Path, world: int, jobs: list[dict]) -> dict:
+    """Run the jobs in one launch on `world` ranks."""
+    path = folder / f"jobs_{world}_{len(jobs)}.json"
+    path.write_text(json.dumps(jobs))
+    return run_ranks("tests.launch.train_program", world, str(path), timeout=600)
+
+
+def settings(kind: str, stage: int, context: int) -> list[str]:
+    """Overrides for a kind and a layout."""
+    return [f"model.attention.kind={kind}", f"parallel.zero_stage={stage}", f"parallel.context={context}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shards) -> dict:
+    """Every run of this module: first on two ranks, then on one, which also goes on from what two ranks saved."""
+    folder = tmp_path_factory.mktemp("runs")
+    two = [
+        job(folder, shards, f"{kind} z{stage} cp{context}", *settings(kind, stage, context))
+        for context, kind, stage in itertools.product((1, 2), KINDS, STAGES)
+    ]
+    for stage in STAGES:
+        layout = settings("freesolo_l", stage, 2)
+        two.append(job(folder, shards, f"stopped z{stage}", *layout, FROZEN, stop_at=STOP))
+        two.append(job(folder, shards, f"whole z{stage}", *layout, FROZEN))
+        copy = str(folder / f"stopped_z{stage}")
+        two.append(job(folder, shards, f"resumed z{stage}", *layout, FROZEN, copy_from=copy))
+    found = run_jobs(folder, 2, two)
+    one = [job(folder, shards, f"{kind} alone", *settings(kind, 1, 1)) for kind in KINDS]
+    one.append(job(folder, shards, "micro 1", *settings("freesolo", 1, 1), "train.micro_batch=1"))
+    one.append(job(folder, shards, "micro 8", *settings("freesolo", 1, 1), "train.micro_batch=8"))
+    one.append(job(folder, shards, "recomputed", *settings("freesolo_l", 1, 1), "train.recompute=true"))
+    for stage in STAGES:
+        copy = str(folder / f"stopped_z{stage}")
+        one.append(job(folder, shards, f"smaller z{stage}", *settings("freesolo_l", stage, 1), FROZEN, copy_from=copy))
+    return found | run_jobs(folder, 1, one) | {"folder": folder}
+
+
+@pytest.mark.parametrize(("context", "kind", "stage"), itertools.product((1, 2), KINDS, STAGES))
+def test_losses_do_not_depend_on_the_layout(runs, context, kind, stage):
+    got, want = runs[f"{kind} z{stage} cp{context}"], runs[f"{kind} alone"]
+    assert len(want["losses"]) == 20 and want["losses"][-1] < want["losses"][0] - 0.5
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
+    assert got["heldout"] == pytest.approx(want["heldout"], rel=1e-5)
+
+
+def test_micro_batches_are_not_averaged_one_by_one(runs):
+    """Labels are weighted and unevenly spread, so a mean of means would differ in the second digit."""
+    assert runs["micro 1"]["losses"] == pytest.approx(runs["micro 8"]["losses"], rel=1e-6)
+    assert runs["micro 1"]["losses"] == pytest.approx(runs["freesolo alone"]["losses"], rel=1e-6)
+
+
+def test_recomputation_changes_nothing(runs):
+    assert runs["recomputed"]["losses"] == runs["freesolo_l alone"]["losses"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumed_run_is_bit_equal(runs, stage):
+    whole, stopped, resumed = (runs[f"{name} z{stage}"] for name in ("whole", "stopped", "resumed"))
+    assert stopped["steps"] == list(range(1, STOP + 1))
+    assert resumed["steps"] == list(range(1, 21))
+    assert resumed["losses"] == whole["losses"] and resumed["norms"] == whole["norms"]
+    assert resumed["heldout"] == whole["heldout"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumes_on_fewer_ranks(runs, stage):
+    """Through a universal checkpoint, with frozen weights and two groups of weight decay, which DeepSpeed loses."""
+    whole, smaller = runs[f"whole z{stage}"], runs[f"smaller z{stage}"]
+    assert smaller["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_frozen_weights_change_the_run(runs):
+    assert runs["whole z1"]["losses"][5] != pytest.approx(runs["freesolo_l z1 cp2"]["losses"][5], rel=1e-4)
+
+
+def start(run_dir: Path, shards: Path, *overrides: str, world: int = 2) -> list[subprocess.Popen]:
+    """Start `longpitch train` on two ranks as torchrun would."""
+    port = free_port()
+    command = [sys.executable, "-m", "launch", "train", str(RECIPE), f"run_dir={run_dir}", f"data.shards={shards}"]
+    command += [*settings("freesolo", 1, 2), "checkpoint.interval=3", *overrides]
+    return [
+        subprocess.Popen(
+            command, cwd=ROOT, env=rank_environment(rank, world, port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(world)
+    ]
+
+
+def steps_done(run_dir: Path) -> int:
+    """Lines of the run's metrics so far."""
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_step(run_dir: Path, step: int, processes: list[subprocess.Popen]) -> None:
+    """Block until the run has written the metrics of `step`."""
+    deadline = time.monotonic() + 120
+    while steps_done(run_dir) < step:
+        assert time.monotonic() < deadline and all(p.poll() is None for p in processes)
+        time.sleep(0.01)
+
+
+def finish(processes: list[subprocess.Popen]) -> tuple[list[int], str]:
+    """Exit codes and rank 0's output."""
+    output = [process.communicate(timeout=120)[0].decode() for process in processes]
+    return [process.returncode for process in processes], output[0]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The losses that metrics.jsonl holds."""
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_killed_run_goes_on_bit_equal(runs, shards):
+    """SIGKILL at a random step; the same command again; then SIGTERM, which saves and exits 0; and again to the end."""
+    run_dir = runs["folder"] / "killed"
+    step = random.SystemRandom().randint(1, 14)
+    print("killed after step", step)
+    processes = start(run_dir, shards)
+    wait_for_step(run_dir, step, processes)
+    for process in processes:
+        process.kill()
+    finish(processes)
+
+    processes = start(run_dir, shards)
+    wait_for_step(run_dir, min(step + 2, 16), processes)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    codes, output = finish(processes)
+    assert codes == [0, 0], output
+    newest = max(int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/*/complete.json"))
+    assert newest == steps_done(run_dir)
+
+    codes, output = finish(start(run_dir, shards))
+    assert codes == [0, 0], output
+    assert losses(run_dir) == runs["freesolo z1 cp2"]["losses"]
+    assert len(list(run_dir.glob("checkpoints/step_*"))) == 2  # the newest checkpoint.keep
+    assert output.count("resumed from") == 1  # said by one rank only
+
+    codes, output = finish(start(run_dir, shards))
+    assert codes == [0, 0] and "already trained to step 20" in output
+    assert not (run_dir / "tmp").exists()
+
+
+def test_two_jobs_do_not_share_a_run_directory(runs, shards):
+    import fcntl
+
+    run_dir = runs["folder"] / "shared"
+    run_dir.mkdir()
+    with open(run_dir / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        codes, output = finish(start(run_dir, shards, "parallel.context=1", world=1))
+    assert codes == [1] and "another job is training here" in output
+    assert "Traceback" not in output
+
+
+def test_vanished_shard_ends_all_ranks(runs, shards):
+    """A shard that disappears while the run reads it: exit code 1 on the rank that saw it, in seconds, not a hang."""
+    copy = runs["folder"] / "vanishing"
+    shutil.copytree(shards, copy)
+    run_dir = runs["folder"] / "vanished"
+    begin = time.monotonic()
+    processes = start(run_dir, copy, "train.steps=100000", "checkpoint.interval=0", "data.timeout_seconds=10")
+    wait_for_step(run_dir, 2, processes)
+    for shard in (copy / "train").glob("shard*"):
+        os.truncate(shard, 8)
+    deadline = time.monotonic() + 90
+    while all(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert any(process.returncode == 1 for process in processes), time.monotonic() - begin
+    for process in processes:
+        process.kill()
+    output = finish(processes)[1]
+    assert "Traceback" not in output and ("shard" in output or "rank" in output)

@@ -1,0 +1,230 @@
+"""Only complete checkpoints count, the newest is the highest step, and a layout that cannot read one is told so."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from megatron_ext.checkpoint import (
+    MARK,
+    CheckpointError,
+    complete_checkpoints,
+    find,
+    layout_facts,
+    needs_universal,
+    newest_complete,
+    read_facts,
+    save,
+)
+from megatron_ext.context_parallel.layout import init_layout, leave_layout
+
+
+def step(folder: Path, name: str, mark: str | None = "{}") -> Path:
+    """A step folder, with a mark or without."""
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "weights").write_text("w")
+    if mark is not None:
+        (path / MARK).write_text(mark)
+    return path
+
+
+# which checkpoints there are
+
+
+def test_order_is_by_number(tmp_path):
+    for number in (100, 9, 10):
+        step(tmp_path, f"step_{number}")
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_9", "step_10", "step_100"]
+    assert newest_complete(tmp_path) == tmp_path / "step_100"
+
+
+def test_incomplete_ones_do_not_exist(tmp_path):
+    step(tmp_path, "step_9")
+    step(tmp_path, "step_20", mark=None)
+    step(tmp_path, ".step_30.partial")
+    (step(tmp_path, "step_40", mark=None) / f"{MARK}.partial").write_text("{}")
+    assert newest_complete(tmp_path) == tmp_path / "step_9"
+
+
+def test_none(tmp_path):
+    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path / "absent") is None
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="every step_* folder is taken for a number")
+def test_folders_with_other_names_are_left_alone(tmp_path):
+    step(tmp_path, "step_9")
+    step(tmp_path, "step_9_copy")
+    assert newest_complete(tmp_path) == tmp_path / "step_9"
+
+
+def test_find(tmp_path):
+    old, new = step(tmp_path / "checkpoints", "step_9"), step(tmp_path / "checkpoints", "step_10")
+    assert find(tmp_path) == find(str(tmp_path)) == new
+    assert find(old) == old
+
+
+@pytest.mark.parametrize("path", ["", "absent", "checkpoints/step_9"])
+def test_find_refuses_what_is_not_complete(tmp_path, path):
+    step(tmp_path / "checkpoints", "step_9", mark=None)
+    with pytest.raises(CheckpointError, match="no complete checkpoint") as caught:
+        find(tmp_path / path)
+    assert str(tmp_path / path) in str(caught.value)
+
+
+def test_read_facts(tmp_path):
+    assert read_facts(step(tmp_path, "step_9", '{"step": 9}')) == {"step": 9}
+
+
+@pytest.mark.parametrize("mark", ["", '{"step": 9', "step 9", None], ids=["empty", "cut", "no-json", "absent"])
+def test_damaged_mark_names_the_checkpoint(tmp_path, mark):
+    damaged = step(tmp_path, "step_9", mark)
+    with pytest.raises(CheckpointError, match=MARK) as caught:
+        read_facts(damaged)
+    assert str(damaged) in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="a mark that is no text is not caught")
+def test_mark_that_is_no_text(tmp_path):
+    damaged = step(tmp_path, "step_9")
+    (damaged / MARK).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=MARK):
+        read_facts(damaged)
+
+
+@pytest.mark.xfail(strict=True, reason="whatever JSON the mark holds comes back")
+def test_mark_that_holds_something_else(tmp_path):
+    with pytest.raises(CheckpointError, match=MARK):
+        read_facts(step(tmp_path, "step_9", "[]"))
+
+
+# which layout can read which
+
+
+def layout(world: int = 4, tensor: int = 1, context: int = 1) -> SimpleNamespace:
+    """What the decision looks at."""
+    return SimpleNamespace(world=world, tensor=tensor, context=context)
+
+
+def facts(zero_stage: int, **shape: int) -> dict:
+    return {"step": 9, "layout": layout_facts(layout(**shape), zero_stage)}
+
+
+def test_layout_facts_survive_json():
+    saved = layout_facts(layout(world=8, tensor=2, context=4), 3)
+    assert json.loads(json.dumps(saved)) == {"world": 8, "tensor": 2, "context": 4, "zero_stage": 3}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_same_layout_is_read_directly(stage):
+    assert needs_universal(facts(stage), layout(), stage) is False
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_other_world_is_converted(stage, world):
+    assert needs_universal(facts(stage), layout(world=world), stage) is True
+
+
+def test_stage_0_is_whole_on_every_rank():
+    assert needs_universal(facts(0), layout(world=8), 0) is False
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_context_and_data_ranks_shard_alike(stage):
+    """ZeRO shards over data x context: only their product counts."""
+    assert needs_universal(facts(stage, context=4), layout(context=2), stage) is False
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("world", [4, 2])
+def test_stages_1_and_2_read_each_other(saved, now, world):
+    assert needs_universal(facts(saved), layout(world=world), now) is True
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"), [(0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 3), (2, 3), (3, 1), (3, 2)]
+)
+@pytest.mark.parametrize("world", [4, 2])
+def test_other_stages_are_refused(saved, now, world):
+    with pytest.raises(CheckpointError, match=f"zero_stage {saved}, which stage {now} cannot read"):
+        needs_universal(facts(saved), layout(world=world), now)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1), (4, 2)])
+def test_other_tensor_ranks_are_refused(saved, now):
+    with pytest.raises(CheckpointError, match=rf"parallel\.tensor {saved} and this run has {now}"):
+        needs_universal(facts(1, tensor=saved), layout(tensor=now), 1)
+
+
+# saving, with a stand-in for what DeepSpeed writes
+
+
+class FileWriter:
+    """Writes one file where DeepSpeed would write its shards; dies there when told to."""
+
+    def __init__(self, killed: bool = False):
+        self.killed, self.saves = killed, 0
+
+    def save_checkpoint(self, folder: str, *, tag: str, client_state: dict, save_latest: bool) -> None:
+        self.saves += 1
+        (Path(folder) / tag).mkdir()
+        (Path(folder) / tag / "shard").write_text(json.dumps(client_state))
+        if self.killed:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The groups of one process."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
+        leave_layout()
+
+
+def save_step(alone, folder: Path, number: int, *, keep: int = 2, writer: FileWriter | None = None) -> Path:
+    engine = SimpleNamespace(layout=alone, deepspeed=writer or FileWriter())
+    return save(engine, folder, step=number, facts={"model": "m"}, client={"n": number}, keep=keep)
+
+
+def test_saved_checkpoint_is_complete(alone, tmp_path):
+    saved = save_step(alone, tmp_path, 3)
+    assert newest_complete(tmp_path) == saved == tmp_path / "step_3"
+    assert read_facts(saved) == {"step": 3, "model": "m"}
+    assert (saved / "random_rank_0.pt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+    assert not list(saved.rglob("*.partial"))
+
+
+def test_only_the_newest_are_kept(alone, tmp_path):
+    for number in (8, 9, 10, 11):
+        save_step(alone, tmp_path, number)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
+
+
+def test_kill_during_a_save_leaves_the_one_before(alone, tmp_path):
+    save_step(alone, tmp_path, 3, keep=1)
+    with pytest.raises(KeyboardInterrupt):
+        save_step(alone, tmp_path, 4, keep=1, writer=FileWriter(killed=True))
+    assert newest_complete(tmp_path) == tmp_path / "step_3"
+    save_step(alone, tmp_path, 4, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_4"]
+
+
+def test_kill_before_the_mark_is_saved_again(alone, tmp_path):
+    step(tmp_path, "step_4", mark=None)
+    saved = save_step(alone, tmp_path, 4)
+    assert newest_complete(tmp_path) == saved
+    assert not (saved / "weights").exists()
+
+
+def test_complete_step_is_not_written_twice(alone, tmp_path):
+    save_step(alone, tmp_path, 3)
+    writer = FileWriter()
+    assert save_step(alone, tmp_path, 3, writer=writer) == tmp_path / "step_3"
+    assert writer.saves == 0

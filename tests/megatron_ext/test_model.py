@@ -1,0 +1,191 @@
+"""The model obeys causality and document borders bit by bit, and its loss is that of its logits."""
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from kernels.rope import rope_tables
+from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.model import LanguageModel, slice_context
+from recipes.schema import ATTENTION_KINDS, ModelConfig
+from tests.megatron_ext.parity_program import MODEL, build, config
+from tests.numerics import RTOL, assert_close
+
+LENGTHS = (1, 2, 7, 137)  # of the packed documents
+BORDERS = (1, 3, 4, 5, 15, 16, 17, 20, 31, 32, 33, 48, 63, 64, 65, 69)  # cells of 4, query blocks of 16, 70 tokens
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Groups of one process, which megatron-core's layers ask for."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
+        leave_layout()
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(MODEL.vocab_size, shape)
+
+
+def logits_of(model: LanguageModel, case: ModelConfig, tokens: torch.Tensor, starts=None) -> torch.Tensor:
+    """Logits of whole sequences; `starts` is the first position of each token's document."""
+    starts = torch.zeros_like(tokens) if starts is None else starts
+    return model(tokens, slice_context(case, starts, start=0, length=tokens.shape[1]))
+
+
+def gradients(model: LanguageModel, scalar: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(scalar, parameters), strict=True))
+
+
+# documents
+
+
+def packed() -> tuple[torch.Tensor, torch.Tensor]:
+    """All documents in one sequence, and where each token's document starts."""
+    lengths = torch.tensor(LENGTHS)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return random_tokens(1, sum(LENGTHS)), starts[None]
+
+
+def document_case(kind: str, **changes) -> ModelConfig:
+    case = config(kind, sum(LENGTHS), 20, True)
+    return replace(case, attention=replace(case.attention, **changes))
+
+
+@pytest.mark.parametrize("kind", ["dense", "swa"])
+def test_packed_documents_equal_each_alone(alone, kind):
+    case = document_case(kind)
+    model = build(case, alone)
+    tokens, starts = packed()
+    d_logits = torch.randn(1, tokens.shape[1], MODEL.vocab_size, dtype=torch.float64)
+    together = logits_of(model, case, tokens, starts)
+    apart = torch.cat([logits_of(model, case, document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+    assert_close("logits", together, apart, rtol=RTOL[torch.float64])
+    want = gradients(model, (apart * d_logits).sum())
+    for name, got in gradients(model, (together * d_logits).sum()).items():
+        assert_close(name, got, want[name], rtol=RTOL[torch.float64])
+
+
+@pytest.mark.parametrize("kind", ["dense", "swa"])
+def test_without_the_mask_documents_see_each_other(alone, kind):
+    case = document_case(kind, document_mask=False)
+    model = build(case, alone)
+    tokens, starts = packed()
+    together = logits_of(model, case, tokens, starts)
+    apart = [logits_of(model, case, document) for document in tokens.split(LENGTHS, dim=1)]
+    first, *later = together.split(LENGTHS, dim=1)
+    assert_close("first document", first, apart[0], rtol=RTOL[torch.float64])
+    for got, want in zip(later, apart[1:], strict=True):
+        assert (got - want).norm() > 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["dense", "swa"])
+def test_positions_that_run_on_differ_by_rounding_only(alone, kind):
+    """RoPE sees differences of positions: without a restart the tables differ, and the logits by their rounding."""
+    case = document_case(kind, restart_positions=False)
+    model = build(case, alone)
+    tokens, starts = packed()
+    together = logits_of(model, case, tokens, starts)
+    apart = torch.cat([logits_of(model, case, document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+    assert not torch.equal(together[:, -137:], apart[:, -137:])
+    assert_close("logits", together, apart, rtol=1e-5)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_positions_of_documents(restart):
+    _, starts = packed()
+    context = slice_context(document_case("swa", restart_positions=restart), starts, start=0, length=147)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]) if restart else torch.arange(147)
+    for got, want in zip((context.rope_cos, context.rope_sin), rope_tables(positions, 12, 10_000.0), strict=True):
+        assert torch.equal(got.reshape(147, 6), want)
+
+
+# causality
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_suffix_does_not_reach_back(alone, kind, border):
+    """Logits before the border and all gradients of the loss there keep their bits when the tokens after it change."""
+    case = config(kind, 70, 9, False)
+    model = build(case, alone)
+    tokens = random_tokens(2, 70)
+    changed = tokens.clone()
+    changed[:, border:] = (tokens[:, border:] + torch.randint(1, 64, (2, 70 - border))) % 64
+    labels, weights = random_tokens(2, 70), torch.rand(2, 70).double()
+    weights[:, border:] = 0
+    found = []
+    for text in (tokens, changed):
+        context = slice_context(case, torch.zeros_like(text), start=0, length=70)
+        loss = model(text, context, labels, weights, loss_chunk=33)
+        found.append((logits_of(model, case, text).detach(), {"loss": loss.detach()} | gradients(model, loss)))
+    (logits, grads), (changed_logits, changed_grads) = found
+    assert torch.equal(logits[:, :border], changed_logits[:, :border])
+    assert not torch.equal(logits[:, border], changed_logits[:, border])
+    for name in grads:
+        assert torch.equal(grads[name], changed_grads[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "reaches"), [("swa", False), ("freesolo", True), ("freesolo_l", True), ("dense", True)]
+)
+def test_who_looks_beyond_the_window(alone, kind, reaches):
+    """Two layers with a window of 3 look 6 tokens back; cells and dense attention further."""
+    case = config(kind, 70, 3, False)
+    model = build(case, alone)
+    tokens = random_tokens(1, 70)
+    changed = tokens.clone()
+    changed[:, :40] = (tokens[:, :40] + 1) % 64
+    before, after = logits_of(model, case, tokens), logits_of(model, case, changed)
+    assert torch.equal(before[:, 46:], after[:, 46:]) is not reaches
+    assert not torch.equal(before[:, 45], after[:, 45])
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_rows_of_a_batch_are_independent(alone, kind):
+    case = config(kind, 70, 9, False)
+    model = build(case, alone)
+    tokens = random_tokens(2, 70)
+    both = logits_of(model, case, tokens)
+    for row in (0, 1):
+        assert_close(f"row {row}", both[row : row + 1], logits_of(model, case, tokens[row : row + 1]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 3, 15, 17])
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_short_sequences(alone, kind, length):
+    """Shorter than a cell or a query block: FreeSolo has nothing to read, so it is its window branch."""
+    case = config(kind, 70, 20, False)
+    model = build(case, alone)
+    out = logits_of(model, case, random_tokens(2, length))
+    assert out.shape == (2, length, MODEL.vocab_size)
+    gradient = gradients(model, out.square().sum())
+    assert all(value.isfinite().all() for value in gradient.values())
+    for name in gradient:
+        if name.endswith("alpha"):
+            assert (gradient[name] == 0).all() == (length <= 16)
+
+
+# loss
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_loss_is_that_of_the_logits(alone, kind, tied):
+    case = replace(config(kind, 70, 9, False), tie_embeddings=tied)
+    model = build(case, alone)
+    tokens, labels = random_tokens(2, 70), random_tokens(2, 70)
+    weights = torch.rand(2, 70).double() * (torch.rand(2, 70) < 0.7)
+    nll = -logits_of(model, case, tokens).log_softmax(dim=-1).gather(2, labels[..., None]).squeeze(2)
+    want = (nll * weights).sum()
+    context = slice_context(case, torch.zeros_like(tokens), start=0, length=70)
+    got = model(tokens, context, labels, weights, loss_chunk=33)
+    assert_close("loss", got, want, rtol=RTOL[torch.float64])
+    want_gradients = gradients(model, want)
+    for name, gradient in gradients(model, got).items():
+        assert_close(name, gradient, want_gradients[name], rtol=RTOL[torch.float64])

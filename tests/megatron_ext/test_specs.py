@@ -1,0 +1,186 @@
+"""Every attention kind is the stock megatron-core layer with one slot changed, built with the recipe's constants."""
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_ext.attention import FreeSoloAttention, WindowAttention
+from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.specs import CORE_ATTENTIONS, RecomputedLayer, layer_spec
+from recipes.schema import ATTENTION_KINDS, AttentionConfig, ModelConfig
+
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=32, num_heads=4, ffn_size=48, vocab_size=64, seq_length=40,
+    attention=AttentionConfig(
+        window=9, cell_size=4, query_block=8, top_k=3, sigma=2.5, lam=0.3, retain=5, recent=2, eps=1e-6, alpha_init=0.7
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """Groups of one process, which megatron-core's layers ask for."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
+        leave_layout()
+
+
+def build(kind: str, **changes) -> LanguageModel:
+    return build_model(replace(MODEL, attention=replace(MODEL.attention, kind=kind), **changes))
+
+
+def core(model: LanguageModel):
+    return model.decoder.layers[0].self_attention.core_attention
+
+
+def parameters(model: LanguageModel) -> dict[str, list[int]]:
+    """Shapes of the first layer's attention."""
+    return {name: list(p.shape) for name, p in model.decoder.layers[0].self_attention.named_parameters()}
+
+
+def logits(model: LanguageModel, config: ModelConfig = MODEL) -> torch.Tensor:
+    tokens = torch.randint(64, (2, 40))
+    return model(tokens, slice_context(config, torch.zeros(2, 40, dtype=torch.int64), start=0, length=40))
+
+
+def test_recipes_and_specs_know_the_same_kinds():
+    assert tuple(CORE_ATTENTIONS) == ATTENTION_KINDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "constants"),
+    [
+        ("dense", WindowAttention, {"window": None}),
+        ("swa", WindowAttention, {"window": 9}),
+        ("freesolo", FreeSoloAttention, {"window": 9, "retain": None}),
+        ("freesolo_l", FreeSoloAttention, {"window": 9, "retain": 5}),
+    ],
+)
+def test_builds_a_layer(kind, cls, constants):
+    model = build(kind)
+    attention = core(model)
+    assert type(attention) is cls
+    for name, value in constants.items():
+        assert getattr(attention, name) == value
+    out = logits(model)
+    assert out.shape == (2, 40, 64) and out.isfinite().all()
+
+
+def test_constants_reach_freesolo():
+    attention = core(build("freesolo_l"))
+    found = (attention.cell_size, attention.query_block, attention.top_k, attention.recent, attention.eps)
+    assert found == (4, 8, 3, 2, 1e-6)
+    assert attention.sigma.tolist() == [2.5] * 4
+    assert attention.lam.tolist() == pytest.approx([0.3] * 4)
+
+
+def test_defaults_are_the_schemas():
+    params = layer_spec("freesolo").submodules.self_attention.submodules.core_attention.params
+    assert (params["window"], params["top_k"], params["retain"]) == (512, 4, None)
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="'flash' is not one of dense, swa, freesolo, freesolo_l"):
+        layer_spec("flash")
+
+
+@pytest.mark.parametrize("kind", ["freesolo", "freesolo_l"])
+def test_document_mask_is_refused_where_nothing_restarts(kind):
+    with pytest.raises(ValueError, match=f"{kind} cannot restart .* document_mask: false or use dense or swa"):
+        layer_spec(kind, AttentionConfig(document_mask=True))
+
+
+@pytest.mark.parametrize("kind", ["dense", "swa"])
+def test_document_mask_is_taken(kind):
+    layer_spec(kind, AttentionConfig(document_mask=True))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_only_the_core_attention_differs_from_stock(kind, qk_norm):
+    stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    ours = layer_spec(kind, qk_norm=qk_norm)
+    assert ours != stock
+    attention = ours.submodules.self_attention
+    put_back = replace(
+        attention.submodules, core_attention=stock.submodules.self_attention.submodules.core_attention
+    )  # fmt: skip
+    attention = replace(attention, submodules=put_back)
+    assert replace(ours, submodules=replace(ours.submodules, self_attention=attention)) == stock
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_recomputation_changes_the_layer_class_only(kind):
+    plain, recomputed = layer_spec(kind), layer_spec(kind, recompute=True)
+    assert (plain.module, recomputed.module) == (TransformerLayer, RecomputedLayer)
+    assert replace(recomputed, module=TransformerLayer) == plain
+
+
+def test_alpha_and_gain_start_where_the_recipe_says():
+    attention = core(build("freesolo"))
+    assert attention.alpha.tolist() == pytest.approx([0.7] * 4)
+    assert attention.gain.tolist() == [1.0] * 8
+    assert {name for name, _ in attention.named_parameters()} == {"alpha", "gain"}
+
+
+def test_constants_travel_with_the_weights_and_keep_fp32():
+    """bf16 would make 0.300781 of a lambda of 0.3."""
+    model = build("freesolo")
+    state = model.state_dict()
+    prefix = "decoder.layers.0.self_attention.core_attention."
+    assert {f"{prefix}{name}" for name in ("alpha", "gain", "sigma", "lam")} <= state.keys()
+    state[f"{prefix}lam"] = torch.tensor([0.1, 0.2, 0.3, 0.7])
+    model.load_state_dict({name: value for name, value in state.items() if value is not None}, strict=False)
+    attention = core(model.bfloat16())
+    assert (attention.alpha.dtype, attention.gain.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(attention.lam, torch.tensor([0.1, 0.2, 0.3, 0.7]))
+    assert torch.equal(attention.sigma, torch.full((4,), 2.5))
+    assert torch.equal(model.state_dict()[f"{prefix}lam"], attention.lam)
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_qk_norm(kind):
+    names = {"q_layernorm.weight": [8], "k_layernorm.weight": [8]}
+    assert parameters(build(kind, qk_norm=True)) == parameters(build(kind)) | names
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_qkv_bias(kind):
+    """q, k and v only: no bias on the output and none in the MLP."""
+    biased = build(kind, qkv_bias=True)
+    assert parameters(biased) == parameters(build(kind)) | {"linear_qkv.bias": [96]}
+    assert [name for name, _ in biased.named_parameters() if name.endswith("bias")] == [
+        "decoder.layers.0.self_attention.linear_qkv.bias"
+    ]
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_heads_need_not_fill_the_width(kind):
+    config = replace(MODEL, head_dim=12, attention=replace(MODEL.attention, kind=kind))
+    model = build_model(config)
+    shapes = parameters(model)
+    assert (shapes["linear_qkv.weight"], shapes["linear_proj.weight"]) == ([3 * 48, 32], [32, 48])
+    assert logits(model, config).shape == (2, 40, 64)
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_fewer_kv_heads(kind, num_kv_heads):
+    model = build(kind, num_kv_heads=num_kv_heads)
+    assert parameters(model)["linear_qkv.weight"] == [8 * (4 + 2 * num_kv_heads), 32]
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_one_parameter(tied):
+    model = build("swa", tie_embeddings=tied)
+    matrices = [name for name, p in model.named_parameters() if list(p.shape) == [64, 32]]
+    assert matrices == ["embedding.word_embeddings.weight"] + ([] if tied else ["output_layer.weight"])
+    assert model.output_weight() is dict(model.named_parameters())[matrices[-1]]

@@ -1,0 +1,127 @@
+"""Every recipe that ships loads without any setting, and those of the FreeSolo paper have its sizes and schedules."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.model import build_model, head_dim
+from recipes.load import accumulation_steps, load_recipe
+from recipes.schema import Recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SHIPPED = sorted(path.name for path in RECIPES.glob("*.yaml"))
+
+# model size -> (parameters, width, head_dim)
+SIZES = {"340m": (341e6, 1024, 64), "740m": (743e6, 1536, 96)}
+
+# recipe -> (kind, steps, warm-up steps, lr, min_lr)
+PAPER = {
+    "transformer_340m": ("dense", 28_000, 1000, 3e-4, 3e-5),
+    "swa_340m": ("swa", 28_000, 1000, 3e-4, 3e-5),
+    "freesolo_340m": ("freesolo", 28_000, 1000, 3e-4, 3e-5),
+    "freesolo_740m": ("freesolo", 60_000, 2000, 4e-4, 4e-5),
+    "freesolo_l_340m": ("freesolo_l", 1500, 150, 4e-4, 4e-5),
+    "freesolo_l_740m": ("freesolo_l", 3000, 300, 4e-4, 4e-5),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_data_root(monkeypatch):
+    monkeypatch.delenv("DATA_ROOT", raising=False)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Groups of one process, which megatron-core's layers ask for."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
+        leave_layout()
+
+
+def shipped(name: str) -> Recipe:
+    return load_recipe(RECIPES / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_loads(file):
+    load_recipe(RECIPES / file)
+
+
+def test_every_paper_recipe_is_there():
+    assert {f"{name}.yaml" for name in PAPER} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_says_what_it_is_for(file):
+    first = (RECIPES / file).read_text().splitlines()[0]
+    assert first.startswith("# ") and len(first) > 30
+
+
+def test_data_root_moves_the_shards(monkeypatch):
+    assert shipped("freesolo_340m").data.shards == "data/pretrain_4k"
+    monkeypatch.setenv("DATA_ROOT", "elsewhere")
+    assert shipped("freesolo_340m").data.shards == "elsewhere/pretrain_4k"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_parameter_count(alone, name):
+    with torch.device("meta"):
+        model = build_model(shipped(name).model)
+    parameters = {id(p): p for p in model.parameters()}
+    want = SIZES[name.rsplit("_", 1)[1]][0]
+    assert sum(p.numel() for p in parameters.values()) == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_shape_of_the_paper(name):
+    model = shipped(name).model
+    _, width, head = SIZES[name.rsplit("_", 1)[1]]
+    assert (model.num_layers, model.hidden_size, model.num_heads, head_dim(model)) == (24, width, 16, head)
+    assert model.num_kv_heads in (None, 16)
+    assert (model.vocab_size, model.seq_length, model.tie_embeddings) == (32_000, 4096, True)
+    assert (model.qkv_bias, model.qk_norm) == (False, False)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_attention_of_the_paper(name):
+    kind, attention = PAPER[name][0], shipped(name).model.attention
+    assert (attention.kind, attention.rope_base, attention.document_mask) == (kind, 10_000, False)
+    if kind != "dense":
+        assert attention.window == 512
+    if kind.startswith("freesolo"):
+        assert (attention.cell_size, attention.query_block, attention.top_k) == (32, 128, 4)
+        assert (attention.sigma, attention.lam, attention.eps) == (4, 1, 1e-8)
+    if kind == "freesolo_l":
+        assert (attention.retain, attention.recent) == (64, 8)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_schedule_of_the_paper(name):
+    _, steps, warmup, lr, min_lr = PAPER[name]
+    train = shipped(name).train
+    assert (train.steps, train.warmup_steps, train.lr, train.min_lr) == (steps, warmup, lr, min_lr)
+    assert (train.tokens_per_step, train.weight_decay, train.clip) == (524_288, 0.1, 1.0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pool_continues_the_pretrained_run(size):
+    """FS-L starts from where the FS recipe of the same size writes."""
+    assert shipped(f"freesolo_l_{size}").model.init_from == shipped(f"freesolo_{size}").run_dir
+
+
+def test_runs_do_not_share_a_folder():
+    folders = [load_recipe(RECIPES / file).run_dir for file in SHIPPED]
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("ranks", [1, 8, 16])
+def test_batch_divides_over_a_few_nodes(name, ranks):
+    recipe = shipped(name)
+    rounds = accumulation_steps(recipe, ranks)
+    assert rounds * ranks * recipe.train.micro_batch * recipe.model.seq_length == 524_288
