@@ -132,7 +132,7 @@ class TrainLoader:
             raise ValueError(f"seed is {order['seed']}; give a number of at least 0")
         # the library warns at every epoch that positions must not be counted by rank; they are not
         logging.getLogger("streaming.base.dataset").setLevel(logging.ERROR)
-        with self._scratch.as_temporary_folder():
+        with self._scratch.own_names():
             dataset = _Sequences(
                 local=str(self._split.folder),
                 batch_size=micro_batch,

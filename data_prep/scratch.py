@@ -1,12 +1,14 @@
 """A job's own temporary folder for the streaming library's lock files, and the end of what a killed job left behind.
 
 The library coordinates the ranks of a host through lock files in the temporary folder and segments in shared memory,
-named by a number that it takes in order. A job that is killed leaves both. Each process of a job therefore notes in
+named by a number. A job that is killed leaves both. Each process of a job therefore notes in
 the job's folder who it is and which number it took; the next job in that folder removes what belongs to dead
 processes only.
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -14,9 +16,13 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from streaming.base.shared import prefix as library_prefix
+
 SHARED_MEMORY = Path("/dev/shm")
+NUMBERS = 10**9  # so many jobs' first numbers; the names stay short
 
 
 class Scratch:
@@ -38,13 +44,19 @@ class Scratch:
         self.close = weakref.finalize(self, _withdraw, self._note, temp_dir is not None)
 
     @contextlib.contextmanager
-    def as_temporary_folder(self) -> Iterator[None]:
-        """Let `tempfile` name this folder inside the block only: the paths of sockets made later must stay short."""
-        before, tempfile.tempdir = tempfile.tempdir, str(self.folder)
+    def own_names(self) -> Iterator[None]:
+        """Let what the library makes inside the block be named after this folder, alike in all processes of the job.
+
+        The library counts from 0, so that two jobs that start together take the same number and one of them dies.
+        The temporary folder is set inside the block only: the paths of sockets made later must stay short.
+        """
+        first = int.from_bytes(hashlib.sha256(str(self.folder).encode()).digest()[:8]) % NUMBERS
+        temporary_folder, numbers = tempfile.tempdir, library_prefix._each_prefix_int
+        tempfile.tempdir, library_prefix._each_prefix_int = str(self.folder), partial(itertools.count, first)
         try:
             yield
         finally:
-            tempfile.tempdir = before
+            tempfile.tempdir, library_prefix._each_prefix_int = temporary_folder, numbers
 
     def note_segments(self, prefix: int) -> None:
         """Write down that this process owns the shared memory segments numbered `prefix`."""
@@ -84,7 +96,11 @@ def _is_alive(note: Path) -> bool:
 
 
 def _living_notes(folder: Path) -> list[Path]:
-    return [note for note in folder.glob("process-*.json") if _is_alive(note)]
+    try:
+        notes = sorted(folder.glob("process-*.json"))
+    except FileNotFoundError:  # another process of the job was the last one
+        return []
+    return [note for note in notes if _is_alive(note)]
 
 
 def _sweep(folder: Path) -> None:

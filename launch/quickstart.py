@@ -1,4 +1,4 @@
-"""The quickstart after its set-up: prepares shards, trains, kills and resumes a run, and shows that nothing was lost."""
+"""The quickstart after its set-up: makes shards, trains, kills and resumes a run, and shows that nothing was lost."""
 
 import random
 import signal

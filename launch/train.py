@@ -1,5 +1,6 @@
 """The training loop: from a checked recipe to a finished run, resuming by itself and stopping cleanly on a signal."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from megatron_ext.context_parallel.layout import init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine
 from megatron_ext.model import build_model, slice_context
-from recipes.load import accumulation_steps
+from recipes.load import accumulation_steps, check_world
 from recipes.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -61,6 +62,7 @@ class Trainer:
         )
         self.heldout = recipe.train.eval_sequences > 0 and "heldout" in manifest["splits"]
         parallel = recipe.parallel
+        check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
         self.layout = init_layout(
             tensor=parallel.tensor,
             context=parallel.context,

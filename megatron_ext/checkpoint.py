@@ -36,6 +36,7 @@ def newest_complete(folder: Path) -> Path | None:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints under `folder`, oldest first."""
     marked = [mark.parent for mark in folder.glob(f"step_*/{MARK}")]
+    marked = [path for path in marked if path.name.removeprefix("step_").isdecimal()]  # not a copy set aside
     return sorted(marked, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -57,8 +58,9 @@ def find(path: str | Path) -> Path:
 def read_facts(checkpoint: Path) -> dict:
     """What complete.json says of a checkpoint: step, layout, model."""
     try:
-        return json.loads((checkpoint / MARK).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        facts = json.loads((checkpoint / MARK).read_text())
+        return {key: facts[key] for key in ("step", "tokens", "layout", "model")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{checkpoint}: its {MARK} cannot be read ({error}); remove the folder or restore it"
         ) from error

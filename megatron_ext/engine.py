@@ -56,7 +56,7 @@ class OptimizerSettings:
 
 
 def lr_at(step: int, settings: OptimizerSettings) -> float:
-    """Learning rate of step `step` (the first is 0): linear from 0 to lr, then cosine to min_lr at the last step."""
+    """Learning rate of step `step` (the first is 0): linear up to lr in the warm-up, cosine to min_lr at the end."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     span = max(1, settings.steps - 1 - settings.warmup_steps)

@@ -29,11 +29,13 @@ def _chunk_loss(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, token_weights, chunk: int, group: Group):
+    def forward(ctx, hidden, weight, labels, token_weights, chunk: int, group: Group, grad_enabled: bool):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        # needs_input_grad says nothing of no_grad, and inside forward grad mode is always off
+        with_grad = grad_enabled and any(ctx.needs_input_grad[:2])
+        d_weight_wanted = with_grad and ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden) if with_grad else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if d_weight_wanted else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for at in range(0, hidden.shape[0], chunk):
             h, y, w = (x[at : at + chunk] for x in (hidden, labels, token_weights))
@@ -55,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, d_loss):
         d_hidden, d_weight = ctx.saved_tensors
         d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
-        return (d_hidden * d_loss).to(d_hidden.dtype), d_weight, None, None, None, None
+        return (d_hidden * d_loss).to(d_hidden.dtype), d_weight, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -78,4 +80,5 @@ def linear_cross_entropy(
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs).
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, tensor_group)
+    grad_enabled = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, tensor_group, grad_enabled)

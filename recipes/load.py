@@ -1,13 +1,12 @@
 """Reads a recipe: its `base:` files, itself and the overrides, merged into the typed schema and checked."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.schema import ATTENTION_KINDS, BAD_DOCUMENT_POLICIES, DEVICES, PRECISIONS, Recipe
+from recipes.schema import ATTENTION_KINDS, BACKENDS, BAD_DOCUMENT_POLICIES, DEVICES, PRECISIONS, ParallelConfig, Recipe
 
 
 class RecipeError(ValueError):
@@ -35,12 +34,14 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def save_recipe(recipe: Recipe, path: Path, **about_run: object) -> None:
     """Write the resolved recipe with facts about the run (versions, git state) as comments on top."""
-    head = "".join(f"# {name}: {value}\n" for name, value in about_run.items())
-    path.write_text(head + yaml.safe_dump(asdict(recipe), sort_keys=False))
+    facts = [f"{name}: {value}" for name, value in about_run.items()]
+    head = "".join(f"# {line}\n" for fact in facts for line in fact.splitlines())
+    path.write_text(head + OmegaConf.to_yaml(OmegaConf.structured(recipe)))
 
 
 def _layers(path: Path, seen: list[Path]) -> list:
     """The recipe's files from the outermost base to itself."""
+    path = path.resolve()
     if path in seen:
         raise RecipeError(f"{path}: base files lead in a circle; remove one 'base:' line")
     try:
@@ -52,6 +53,8 @@ def _layers(path: Path, seen: list[Path]) -> list:
     if not OmegaConf.is_dict(layer):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, this file holds something else")
     base = layer.pop("base", None)
+    if not (base is None or isinstance(base, str)):
+        raise RecipeError(f"{path}: base is {base}, which is not the path of a recipe")
     return [*(_layers(path.parent / base, [*seen, path]) if base else []), layer]
 
 
@@ -89,6 +92,7 @@ def _refuse(key: str, value: object, reason: str) -> None:
 def _check_choices(recipe: Recipe) -> None:
     choices = (
         ("model.attention.kind", recipe.model.attention.kind, ATTENTION_KINDS),
+        ("model.attention.backend", recipe.model.attention.backend, BACKENDS),
         ("train.precision", recipe.train.precision, PRECISIONS),
         ("train.device", recipe.train.device, DEVICES),
         ("data.bad_documents", recipe.data.bad_documents, BAD_DOCUMENT_POLICIES),
@@ -115,8 +119,21 @@ def _check_positive(recipe: Recipe) -> None:
     for key in ["cell_size", "query_block", "top_k", "retain", "recent"]:
         if getattr(recipe.model.attention, key) < 1:
             _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must be at least 1")
-    if recipe.model.attention.window < 0:
-        _refuse("model.attention.window", recipe.model.attention.window, "must be 0 or more")
+    zero_or_more = {
+        "model.attention": "window",
+        "data": "num_workers",
+        "train": "warmup_steps clip eval_sequences eval_interval skip_nonfinite min_lr weight_decay",
+        "checkpoint": "interval",
+    }
+    for section, keys in zero_or_more.items():
+        for key in keys.split():
+            value = OmegaConf.select(OmegaConf.structured(recipe), f"{section}.{key}")
+            if value < 0:
+                _refuse(f"{section}.{key}", value, "must be 0 or more")
+    if recipe.model.attention.sigma <= 0:
+        _refuse("model.attention.sigma", recipe.model.attention.sigma, "must be above 0")
+    if recipe.parallel.timeout_seconds <= 0 or recipe.data.timeout_seconds <= 0:
+        _refuse("parallel.timeout_seconds or data.timeout_seconds", 0, "must be above 0")
     if not 0 <= recipe.data.heldout_fraction < 1:
         _refuse("data.heldout_fraction", recipe.data.heldout_fraction, "must lie in [0, 1)")
 
@@ -126,8 +143,8 @@ def _check_model(recipe: Recipe) -> None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         _refuse("model.hidden_size", model.hidden_size, f"is not divisible by model.num_heads {model.num_heads}")
     width = model.head_dim or model.hidden_size // model.num_heads
-    if width % 2:
-        _refuse("model.head_dim", width, "must be even for rotary positions")
+    if width % 2 or width < 2 or model.head_dim == 0:
+        _refuse("model.head_dim", model.head_dim or width, "must be even, for rotary positions, and above 0")
     if model.num_kv_heads is not None and (model.num_kv_heads < 1 or model.num_heads % model.num_kv_heads):
         _refuse("model.num_heads", model.num_heads, f"is not a multiple of model.num_kv_heads {model.num_kv_heads}")
     if attention.query_block % attention.cell_size:
@@ -164,6 +181,16 @@ def _check_train(recipe: Recipe) -> None:
         _refuse("train.warmup_steps", train.warmup_steps, f"leaves nothing of train.steps {train.steps}")
     if not 0 <= train.min_lr <= train.lr:
         _refuse("train.min_lr", train.min_lr, f"must lie between 0 and train.lr {train.lr}")
+
+
+def check_world(parallel: ParallelConfig, world: int) -> None:
+    """Raise RecipeError when the layout does not divide the `world` processes that were started."""
+    block = parallel.tensor * parallel.context
+    if world % block:
+        raise RecipeError(
+            f"parallel.tensor {parallel.tensor} x parallel.context {parallel.context} = {block} does not divide "
+            f"the {world} processes started; change one of the three"
+        )
 
 
 def accumulation_steps(recipe: Recipe, data_ranks: int) -> int:

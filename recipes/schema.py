@@ -10,6 +10,7 @@ from typing import Any
 MISSING: Any = "???"  # omegaconf's mark of a key that the recipe must give
 
 ATTENTION_KINDS = ("dense", "swa", "freesolo", "freesolo_l")
+BACKENDS = ("auto", "reference", "triton")
 PRECISIONS = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 BAD_DOCUMENT_POLICIES = ("stop", "skip")

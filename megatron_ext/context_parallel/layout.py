@@ -10,6 +10,17 @@ from megatron.core import parallel_state
 
 from megatron_ext.context_parallel.collectives import Group
 
+# what a launcher would set for one process; LONGPITCH_ALONE marks that it was us
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",  # named by DeepSpeed, opened by nobody
+    "LONGPITCH_ALONE": "1",
+}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -51,14 +62,8 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
     """Join the process group named by torchrun's environment (a world of one without it) and cut it up.
 
     Raises:
-        ValueError: tensor x context does not divide the number of processes, or there is no such device.
+        ValueError: there is no such device. A cut that does not divide the world is megatron-core's RuntimeError.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world % (tensor * context):
-        raise ValueError(
-            f"parallel.tensor {tensor} x parallel.context {context} = {tensor * context} does not divide "
-            f"the {world} processes started; change one of the three"
-        )
     chosen = pick_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -96,9 +101,7 @@ def _join_world(device: torch.device, timeout_seconds: float) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # one process, no launcher: no port to open, but the libraries below read the same variables
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
+        os.environ.update(_ALONE)
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
 
 
@@ -107,3 +110,5 @@ def leave_layout() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    for name in _ALONE if os.environ.get("LONGPITCH_ALONE") else ():
+        del os.environ[name]

@@ -63,9 +63,7 @@ def test_constant_rate():
 
 def model() -> nn.ModuleDict:
     """Four parameters: embed.weight, body.weight, body.bias, head.weight."""
-    return nn.ModuleDict(
-        {"embed": nn.Embedding(3, 2), "body": nn.Linear(2, 2), "head": nn.Linear(2, 3, bias=False)}
-    )  # fmt: skip
+    return nn.ModuleDict({"embed": nn.Embedding(3, 2), "body": nn.Linear(2, 2), "head": nn.Linear(2, 3, bias=False)})
 
 
 def trained(module: nn.Module) -> list[str]:

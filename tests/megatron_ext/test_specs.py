@@ -109,9 +109,7 @@ def test_only_the_core_attention_differs_from_stock(kind, qk_norm):
     ours = layer_spec(kind, qk_norm=qk_norm)
     assert ours != stock
     attention = ours.submodules.self_attention
-    put_back = replace(
-        attention.submodules, core_attention=stock.submodules.self_attention.submodules.core_attention
-    )  # fmt: skip
+    put_back = replace(attention.submodules, core_attention=stock.submodules.self_attention.submodules.core_attention)
     attention = replace(attention, submodules=put_back)
     assert replace(ours, submodules=replace(ours.submodules, self_attention=attention)) == stock
 
