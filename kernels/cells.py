@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import check_heads, compute_dtype, group_heads, masked_attention, recompute, ungroup_heads
+from kernels.triton_freesolo import triton_cell_priority, triton_choose_cells, triton_read_cells
+from kernels.triton_tools import use_triton
 
 _MAX_PRODUCTS = 2**18  # float64 products held at once while scoring: about one L2 cache
 
@@ -57,8 +59,13 @@ def cell_mean(k_cells: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def cell_priority(k_cells: Tensor) -> Tensor:
-    """a_c, the largest L2 norm of a cell's keys: [B, G, N, s, D] -> float64 [B, G, N], without gradient."""
+def cell_priority(k_cells: Tensor, backend: str = "auto") -> Tensor:
+    """a_c, the largest L2 norm of a cell's keys: [B, G, N, s, D] -> [B, G, N], without gradient.
+
+    In float64, or in the fp32 that the Triton kernels rank by, so that what is offered and what is chosen agree.
+    """
+    if use_triton("cell_priority", backend, k_cells):
+        return triton_cell_priority(k_cells)
     keys = k_cells.double().movedim(4, 0)
     return _ordered_sum(keys * keys).sqrt().amax(dim=-1)
 
@@ -88,7 +95,7 @@ def offered_cells(priority: Tensor, index: Tensor, *, retain: int, recent: int) 
     offers these to later ranks and nothing else of it can ever be chosen there.
 
     Args:
-        priority: a_c, float64 [B, G, N]; equal priorities prefer the smaller index.
+        priority: a_c [B, G, N]; equal priorities prefer the smaller index.
         index: global cell indices, int64 [B, G, N], ascending; -1 is padding and never kept.
         retain, recent: P and W.
 
@@ -159,6 +166,7 @@ def choose_cells(
     lam: float | Tensor,
     retain: int | None,
     recent: int,
+    backend: str = "auto",
 ) -> Tensor:
     """The cells each query reads; arguments and errors as in `read_cells`.
 
@@ -166,6 +174,11 @@ def choose_cells(
         Global cell indices, int32 [B, T, H, K], ascending, then -1 where fewer than K cells are available.
     """
     ranking = {"top_k": top_k, "sigma": sigma, "lam": lam, "retain": retain, "recent": recent}
+    if use_triton("choose_cells", backend, q, k_cells):
+        _check_table(q, k_cells, cell_index)
+        check_ranking(q, k_cells.shape[3], query_start, query_block, **ranking)
+        place = {"query_start": query_start, "query_block": query_block}
+        return triton_choose_cells(q, k_cells, cell_index, **place, **ranking)
     chosen = []
     for columns, picks in _select(q, k_cells, cell_index, query_start, query_block, **ranking):
         index = F.pad(take_cells(cell_index, columns), (0, 1), value=-1)  # one more, for the picks that are padding
@@ -197,14 +210,11 @@ def _select(
 ) -> list[_Block]:
     """Candidates and picks of every query block."""
     _check_table(q, k_cells, cell_index)
-    _check_at_least_one(top_k=top_k, recent=recent, **({} if retain is None else {"retain": retain}))
-    (_, T, H, _), (_, G, _, cell_size, _) = q.shape, k_cells.shape
-    if query_block % cell_size:
-        raise ValueError(f"query_block {query_block} is not a multiple of cell_size {cell_size}")
-    if query_start % query_block:
-        raise ValueError(f"query_start {query_start} is not a multiple of query_block {query_block}")
-    sigma, lam = (_per_head(name, x, H, G, q.device) for name, x in (("sigma", sigma), ("lam", lam)))
-    mean, priority = cell_mean(k_cells), cell_priority(k_cells)
+    (_, T, _, _), (_, G, _, cell_size, _) = q.shape, k_cells.shape
+    ranking = {"top_k": top_k, "sigma": sigma, "lam": lam, "retain": retain, "recent": recent}
+    check_ranking(q, cell_size, query_start, query_block, **ranking)
+    sigma, lam = (_per_head(x, G, q.device) for x in (sigma, lam))
+    mean, priority = cell_mean(k_cells), cell_priority(k_cells, "reference")
 
     starts = range(query_start, query_start + T, query_block)
     widths = _prefix_widths(cell_index, cell_size, starts)
@@ -275,6 +285,8 @@ def read_cells(
     lam: float | Tensor,
     retain: int | None,
     recent: int,
+    backend: str = "auto",
+    deterministic: bool | None = None,
 ) -> Tensor:
     """u_i: one softmax over all tokens of the cells that query i chooses, without rotation or positional term.
 
@@ -292,6 +304,9 @@ def read_cells(
         sigma, lam: width and weight of the positional term, a number or one per query head [H].
         retain: P of FS-L; None is FS, which ranks every available cell.
         recent: W of FS-L.
+        backend: "auto" (Triton on CUDA, for fp64 and elsewhere the reference), "reference" or "triton".
+        deterministic: same gradient bits in every run; None follows `torch.are_deterministic_algorithms_enabled`.
+            The reference always is; Triton pays for a sort.
 
     Returns:
         u [B, T, H, D] in the dtype of `q`, exactly 0 (with gradient exactly 0) where nothing is chosen.
@@ -302,6 +317,11 @@ def read_cells(
     if v_cells.shape != k_cells.shape:
         raise ValueError(f"k_cells {list(k_cells.shape)} and v_cells {list(v_cells.shape)} must have the same shape")
     ranking = {"top_k": top_k, "sigma": sigma, "lam": lam, "retain": retain, "recent": recent}
+    if use_triton("read_cells", backend, q, k_cells, v_cells):
+        _check_table(q, k_cells, cell_index)
+        check_ranking(q, k_cells.shape[3], query_start, query_block, **ranking)
+        place = {"query_start": query_start, "query_block": query_block}
+        return triton_read_cells(q, k_cells, v_cells, cell_index, **place, **ranking, deterministic=deterministic)
     blocks = _select(q, k_cells, cell_index, query_start, query_block, **ranking)
     # a masked token still enters the softmax, with weight 0: padding that holds NaN must not come through
     padding = (cell_index < 0)[..., None, None]
@@ -349,11 +369,9 @@ def combine(local: Tensor, u: Tensor, alpha: Tensor, gain: Tensor, *, eps: float
 # Small tools
 
 
-def _per_head(name: str, value: float | Tensor, num_heads: int, num_kv_heads: int, device: torch.device) -> Tensor:
+def _per_head(value: float | Tensor, num_kv_heads: int, device: torch.device) -> Tensor:
     """A number, or one per query head, as float64 that broadcasts against [B, G, R, T, C]."""
     value = torch.as_tensor(value, dtype=torch.float64, device=device)
-    if value.dim() and value.shape != (num_heads,):
-        raise ValueError(f"{name} must be a number or [{num_heads}], one per query head, got {list(value.shape)}")
     return value.view(num_kv_heads, -1, 1, 1) if value.dim() else value
 
 
@@ -363,6 +381,32 @@ def _check_table(q: Tensor, k_cells: Tensor, cell_index: Tensor) -> None:
     check_heads(q, k_cells.flatten(2, 3).transpose(1, 2))
     if cell_index.shape != k_cells.shape[:3]:
         raise ValueError(f"cell_index must be {list(k_cells.shape[:3])}, got {list(cell_index.shape)}")
+
+
+def check_ranking(
+    q: Tensor,
+    cell_size: int,
+    query_start: int,
+    query_block: int,
+    *,
+    top_k: int,
+    sigma: float | Tensor,
+    lam: float | Tensor,
+    retain: int | None,
+    recent: int,
+) -> None:
+    """Raise ValueError for numbers out of range."""
+    _check_at_least_one(
+        cell_size=cell_size, top_k=top_k, recent=recent, **({} if retain is None else {"retain": retain})
+    )
+    if query_block % cell_size:
+        raise ValueError(f"query_block {query_block} is not a multiple of cell_size {cell_size}")
+    if query_start % query_block:
+        raise ValueError(f"query_start {query_start} is not a multiple of query_block {query_block}")
+    H = q.shape[2]
+    for name, value in (("sigma", sigma), ("lam", lam)):
+        if isinstance(value, Tensor) and value.dim() and value.shape != (H,):
+            raise ValueError(f"{name} must be a number or [{H}], one per query head, got {list(value.shape)}")
 
 
 def _check_at_least_one(**numbers: int) -> None:

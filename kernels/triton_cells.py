@@ -13,6 +13,8 @@ Shapes: B batch, T tokens or queries, H query heads, G key/value heads, R = H / 
 the table, K cells per query, C columns of a pool (retain + recent), BG = B * G.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,14 +28,14 @@ TILE = 64  # pairs that one step of the readout takes; the pairs of each cell st
 
 @triton.jit
 def _prepare_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, mean_ptr, priority_ptr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_grad_ptr, k_grad_ptr, mean_ptr, priority_ptr,
     q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, rope_sb, T, N, G, head_start, part_step,
     R: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr,
-    ROTATE: tl.constexpr, SUMMARISE: tl.constexpr,
+    ROTATE: tl.constexpr, TWO: tl.constexpr, SUMMARISE: tl.constexpr,
 ):  # fmt: skip
     """One cell of one kv head: its mean key and priority, and the rotation of its keys and queries.
 
-    Rotated rows go to a chunk of heads, [heads, R, T, D] and [heads, T, D].
+    Rotated rows go to a chunk of heads, [heads, R, T, D] and [heads, T, D], and if TWO once more in another dtype.
     """
     HALF: tl.constexpr = (D + 1) // 2
     cells = tl.cdiv(T, S)
@@ -67,17 +69,23 @@ def _prepare_kernel(
         cos = tl.load(cos_ptr + angle, mask=low, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=low, other=0.0)
         first, second = rotate_pair(first, second, cos, sin)
-        at = k_out_ptr + (chunk_g * T + token)[:, None] * D + lane[None, :]
-        tl.store(at, first.to(k_out_ptr.dtype.element_ty), mask=low)
-        tl.store(at + HALF, second.to(k_out_ptr.dtype.element_ty), mask=high)
+        at = (chunk_g * T + token)[:, None] * D + lane[None, :]
+        tl.store(k_out_ptr + at, first.to(k_out_ptr.dtype.element_ty), mask=low)
+        tl.store(k_out_ptr + at + HALF, second.to(k_out_ptr.dtype.element_ty), mask=high)
+        if TWO:
+            tl.store(k_grad_ptr + at, first.to(k_grad_ptr.dtype.element_ty), mask=low)
+            tl.store(k_grad_ptr + at + HALF, second.to(k_grad_ptr.dtype.element_ty), mask=high)
         for r in range(R):
             at = q_ptr + b * q_sb + (g * R + r) * q_sh + token[:, None] * q_st + lane[None, :]
             first = tl.load(at, mask=low, other=0.0).to(tl.float32)
             second = tl.load(at + HALF, mask=high, other=0.0).to(tl.float32)
             first, second = rotate_pair(first, second, cos, sin)
-            at = q_out_ptr + ((chunk_g * R + r) * T + token)[:, None] * D + lane[None, :]
-            tl.store(at, first.to(q_out_ptr.dtype.element_ty), mask=low)
-            tl.store(at + HALF, second.to(q_out_ptr.dtype.element_ty), mask=high)
+            at = ((chunk_g * R + r) * T + token)[:, None] * D + lane[None, :]
+            tl.store(q_out_ptr + at, first.to(q_out_ptr.dtype.element_ty), mask=low)
+            tl.store(q_out_ptr + at + HALF, second.to(q_out_ptr.dtype.element_ty), mask=high)
+            if TWO:
+                tl.store(q_grad_ptr + at, first.to(q_grad_ptr.dtype.element_ty), mask=low)
+                tl.store(q_grad_ptr + at + HALF, second.to(q_grad_ptr.dtype.element_ty), mask=high)
 
 
 @triton.jit
@@ -163,22 +171,36 @@ def _pool_kernel(
 
 
 @triton.jit
+def _insert(best, columns, value, column, K: tl.constexpr):
+    """Let one (value, column) per row into its list, which falls; a value equal to one in the list goes after it."""
+    new_best, new_columns = (), ()
+    entered = value > best[0]
+    for i in tl.static_range(K):
+        entered = entered | (value > best[i])
+        new_best = new_best + (tl.where(entered, value, best[i]),)
+        new_columns = new_columns + (tl.where(entered, column, columns[i]),)
+        value, column = tl.where(entered, best[i], value), tl.where(entered, columns[i], column)
+    return new_best, new_columns
+
+
+@triton.jit
 def _rank_tiles(
-    best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, width, start, stop, ended,
-    part_step, N, scale, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr,
-    HAS_INDEX: tl.constexpr, NEAR: tl.constexpr, BC: tl.constexpr,
+    best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, width, start, stop, ended,
+    part_step, scale, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    POOL: tl.constexpr, HAS_INDEX: tl.constexpr, FAR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Let the candidates start .. stop compete for the K best of each query.
 
-    NEAR computes erf; elsewhere it is 1 to the last bit.
+    FAR candidates come in whole tiles, all of them available, and their erf is 1 to the last bit.
     """
     lane = tl.arange(0, DP)
+    inside = tl.arange(0, BC)
     for c0 in range(start, stop, BC):
-        candidate = c0 + tl.arange(0, BC)
-        column = candidate
+        column = c0 + inside
+        present = column < stop
         if POOL:
-            column = tl.load(pool_ptr + candidate, mask=candidate < stop, other=-1)
-        present = (candidate < stop) & (column >= 0)
+            column = tl.load(pool_ptr + column, mask=present, other=-1)
+            present = column >= 0
         index = column
         if HAS_INDEX:
             index = tl.load(index_ptr + column, mask=present, other=-1)
@@ -191,42 +213,33 @@ def _rank_tiles(
             mean = tl.load(at + (PARTS - 1 - part) * part_step, mask=here, other=0.0)
             scores = dot(q, tl.trans(mean), scores)
         weight = lam * tl.load(priority_ptr + column, mask=present, other=0.0)
-        if NEAR:
+        if FAR:
+            scores = scores * scale + weight[None, :]
+        else:
             distance = (position[:, None] - index[None, :] * S).to(tl.float32) - 0.5 * S
             scores = scores * scale + weight[None, :] * tl.erf(distance / width)
-        else:
-            scores = scores * scale + weight[None, :]
-        scores = tl.where(present[None, :], scores, -float("inf"))
+            scores = tl.where(present[None, :], scores, -float("inf"))
 
-        top, at_top = tl.max(scores, 1, return_indices=True)  # the first of equals
-        worst = tl.min(best, 1)
-        while tl.max((top > worst).to(tl.int32), 0) > 0:
-            entering = top > worst
+        top = tl.max(scores, 1)
+        while tl.max((top > best[K - 1]).to(tl.int32), 0) > 0:
+            place = tl.min(tl.where(scores == top[:, None], inside[None, :], BC), 1)  # the first of equals
+            taken = inside[None, :] == place[:, None]
+            entrant = c0 + place
             if POOL:
-                hit = tl.arange(0, BC)[None, :] == at_top[:, None]
-                entrant = tl.sum(tl.where(hit, column[None, :], 0), 1)
-            else:
-                entrant = c0 + at_top
-            # among equals the one of largest column goes
-            is_worst = best == worst[:, None]
-            victim = tl.max(tl.where(is_worst, column_of, -NEVER), 1)
-            replace = is_worst & (column_of == victim[:, None]) & entering[:, None]
-            best = tl.where(replace, top[:, None], best)
-            column_of = tl.where(replace, entrant[:, None], column_of)
-            gone = (tl.arange(0, BC)[None, :] == at_top[:, None]) & entering[:, None]
-            scores = tl.where(gone, -float("inf"), scores)
-            top, at_top = tl.max(scores, 1, return_indices=True)
-            worst = tl.min(best, 1)
-    return best, column_of
+                entrant = tl.max(tl.where(taken, column[None, :], -1), 1)
+            best, columns = _insert(best, columns, top, entrant, K)
+            scores = tl.where(taken, -float("inf"), scores)
+            top = tl.max(scores, 1)
+    return best, columns
 
 
 @triton.jit
 def _select_kernel(
-    q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, count_ptr,
+    q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, lists_ptr,
     q_sb, q_st, q_sh, T, N, G, blocks, query_start, part_step, scale,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, QUERY_BLOCK: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr,
-    HAS_INDEX: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr, HAS_INDEX: tl.constexpr,
+    COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The K best columns of each query [B, T, H, K], ascending, -1 padded; counts how often each is chosen."""
     TILES: tl.constexpr = (QUERY_BLOCK + BM - 1) // BM
@@ -257,10 +270,10 @@ def _select_kernel(
     index_ptr += group * N
     pool_ptr += (group * blocks + block) * C
 
-    slot = tl.arange(0, KP)
-    # lanes past K hold +inf and are never replaced; empty ones differ, so that one at a time is
-    best = tl.where((slot < K)[None, :] & (rows >= 0)[:, None], -float("inf"), float("inf"))
-    column_of = tl.zeros([BM, KP], tl.int32) - 1 - slot[None, :]
+    best, columns = (), ()
+    for _ in tl.static_range(K):
+        best = best + (tl.full([BM], -float("inf"), tl.float32),)
+        columns = columns + (tl.full([BM], -1, tl.int32),)
     stop = N
     far = 0
     if POOL:
@@ -270,42 +283,52 @@ def _select_kernel(
         # cells that end 8 sigma or more before the block: erf(4) rounds to 1 in fp32
         far = tl.maximum((block_start - 8.0 * sigma) / S, 0.0)
         far = tl.minimum(far.to(tl.int32), stop) // BC * BC
-    if (not POOL) and (not HAS_INDEX):
-        best, column_of = _rank_tiles(
-            best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, 0, far, ended,
-            part_step, N, scale, D, DP, S, PARTS, POOL, HAS_INDEX, False, BC,
+        best, columns = _rank_tiles(
+            best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, 0, far, ended,
+            part_step, scale, D, DP, S, K, PARTS, POOL, HAS_INDEX, True, BC,
         )  # fmt: skip
-    best, column_of = _rank_tiles(
-        best, column_of, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, far, stop, ended,
-        part_step, N, scale, D, DP, S, PARTS, POOL, HAS_INDEX, True, BC,
+    best, columns = _rank_tiles(
+        best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, far, stop, ended,
+        part_step, scale, D, DP, S, K, PARTS, POOL, HAS_INDEX, False, BC,
     )  # fmt: skip
 
-    order = tl.where(column_of >= 0, column_of, NEVER - column_of)
-    place = tl.sum((order[:, None, :] < order[:, :, None]).to(tl.int32), 2)
-    real = in_rows[:, None] & (column_of >= 0)
-    pair = ((b * T + rows) * (G * R) + h)[:, None] * K + place
-    tl.store(picks_ptr + pair, tl.where(real, column_of, -1), mask=in_rows[:, None] & (place < K))
-    if COUNT:
-        rank = tl.atomic_add(count_ptr + group * N + column_of, 1, mask=real, sem="relaxed")
-        tl.store(rank_ptr + pair, rank, mask=real)
+    pair = ((b * T + rows) * (G * R) + h) * K
+    for i in tl.static_range(K):
+        column = columns[i]
+        real = in_rows & (column >= 0)
+        place = tl.zeros([BM], tl.int32)
+        for j in tl.static_range(K):
+            if j != i:  # empty slots are the last of the list and stay last
+                before = (columns[j] >= 0) & (columns[j] < column)
+                if j < i:
+                    before = before | (column < 0)
+                place += before.to(tl.int32)
+        tl.store(picks_ptr + pair + place, column, mask=in_rows)
+        if COUNT:
+            rank = tl.atomic_add(lists_ptr + group * 3 * (N + 1) + column, 1, mask=real, sem="relaxed")
+            tl.store(rank_ptr + pair + place, rank, mask=real)
 
 
 @triton.jit
-def _offset_kernel(count_ptr, offset_ptr, N, TILE: tl.constexpr, BN: tl.constexpr):
-    """Where the pairs of each cell start, within their kv head: running sums of the counts, rounded up to TILE."""
-    base = tl.program_id(0).to(tl.int64) * N
-    total = tl.zeros_like(base)
-    for n0 in range(0, N, BN):
+def _offset_kernel(lists_ptr, N, TILE: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr):
+    """Fill the offsets and extra runs of `Choice.lists` from its counts."""
+    base = lists_ptr + tl.program_id(0).to(tl.int64) * 3 * (N + 1)
+    offset = tl.program_id(0).to(tl.int64) * 0
+    extra = offset
+    for n0 in range(0, N + 1, BN):
         n = n0 + tl.arange(0, BN)
-        size = (tl.load(count_ptr + base + n, mask=n < N, other=0) + TILE - 1) // TILE * TILE
-        end = total + tl.cumsum(size.to(tl.int64), 0)
-        tl.store(offset_ptr + base + n, (end - size).to(tl.int32), mask=n < N)
-        total = tl.max(end, 0)
+        count = tl.load(base + n, mask=n < N, other=0)
+        size = ((count + TILE - 1) // TILE * TILE).to(tl.int64)
+        runs = (tl.maximum(count + RUN - 1, RUN) // RUN - 1).to(tl.int64)
+        tl.store(base + (N + 1) + n, (offset + tl.cumsum(size, 0) - size).to(tl.int32), mask=n <= N)
+        tl.store(base + 2 * (N + 1) + n, (extra + tl.cumsum(runs, 0) - runs).to(tl.int32), mask=n <= N)
+        offset += tl.sum(size, 0)
+        extra += tl.sum(runs, 0)
 
 
 @triton.jit
 def _order_kernel(
-    picks_ptr, rank_ptr, offset_ptr, order_ptr, T, N, G, capacity, R: tl.constexpr, K: tl.constexpr, BP: tl.constexpr
+    picks_ptr, rank_ptr, lists_ptr, order_ptr, T, N, G, capacity, R: tl.constexpr, K: tl.constexpr, BP: tl.constexpr
 ):
     """Put each pair (query, head, slot), numbered within its kv head, where its cell's pairs lie."""
     pairs = T * R * K
@@ -317,23 +340,23 @@ def _order_kernel(
     at = (b * T + pair // (R * K)) * (G * R * K) + g * R * K + pair % (R * K)
     column = tl.load(picks_ptr + at, mask=pair < pairs, other=-1)
     real = column >= 0
-    place = tl.load(offset_ptr + group * N + column, mask=real, other=0) + tl.load(rank_ptr + at, mask=real, other=0)
+    offset = lists_ptr + group * 3 * (N + 1) + N + 1
+    place = tl.load(offset + column, mask=real, other=0) + tl.load(rank_ptr + at, mask=real, other=0)
     tl.store(order_ptr + group * capacity + place, pair, mask=real)
 
 
-class Choice:
+class Choice(NamedTuple):
     """What selection hands to the readout.
 
     picks: int32 [B, T, H, K], columns of the table, ascending, -1 padded.
     order: int32 [BG, capacity], pairs (t * R + r) * K + slot by cell, -1 in the gaps.
-    count, offset: int32 [BG, N], each cell's pairs and where they start in `order`.
+    lists: int32 [BG, 3, N + 1]: how many pairs each cell has, where they start in `order`, and how many runs of
+        `run_length` pairs after their first one the cells before it have.
     """
 
-    def __init__(self, picks: Tensor, order: Tensor, count: Tensor, offset: Tensor):
-        self.picks, self.order, self.count, self.offset = picks, order, count, offset
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.picks, self.order, self.count, self.offset
+    picks: Tensor
+    order: Tensor
+    lists: Tensor
 
 
 def mean_parts(dtype: torch.dtype) -> int:
@@ -349,24 +372,31 @@ def cell_strides(k: Tensor, cell_size: int) -> tuple[int, int, int, int]:
 def prepare(
     q: Tensor, k: Tensor, strides: tuple[int, int, int, int], T: int, N: int, G: int, cell_size: int,
     *, summaries: tuple[Tensor, Tensor] | None = None, rope: tuple[Tensor, Tensor] | None = None,
-    rotated: tuple[Tensor, Tensor] | None = None, heads: range,
+    rotated: tuple[Tensor, ...] | None = None, heads: range,
 ) -> None:  # fmt: skip
-    """Fill `summaries` (mean parts [PARTS, BG, N, D], priority [BG, N]) and/or `rotated` q and k of the `heads`."""
+    """Fill `summaries` (mean parts [PARTS, BG, N, D], priority [BG, N]), `rotated` q and k (twice), or both."""
     D, R = k.shape[-1], q.shape[2] // G
     mean, priority = summaries or (k, k)
     cos, sin = rope or (k, k)
-    q_out, k_out = rotated or (k, k)
+    q_out, k_out, q_grad, k_grad = (*(rotated or (k, k)), k, k)[:4]
     _prepare_kernel[(triton.cdiv(T, cell_size) * len(heads),)](
-        q, k, cos, sin, q_out, k_out, mean, priority, *token_strides(q), *strides,
+        q, k, cos, sin, q_out, k_out, q_grad, k_grad, mean, priority, *token_strides(q), *strides,
         cos.stride(0) if cos.dim() == 3 else 0, T, N, G, heads.start, mean.stride(0),
         R=R, D=D, HP=padded_dim(D) // 2, S=cell_size, PARTS=mean_parts(k.dtype),
-        ROTATE=rope is not None, SUMMARISE=summaries is not None, num_warps=2,
+        ROTATE=rope is not None, TWO=rotated is not None and len(rotated) == 4, SUMMARISE=summaries is not None,
+        num_warps=2,
     )  # fmt: skip
 
 
 def empty_summaries(k: Tensor, BG: int, N: int) -> tuple[Tensor, Tensor]:
     mean = torch.empty(mean_parts(k.dtype), BG, N, k.shape[-1], dtype=k.dtype, device=k.device)
     return mean, torch.empty(BG, N, dtype=torch.float32, device=k.device)
+
+
+def select_config(dtype: torch.dtype, query_block: int, pooled: bool) -> dict[str, int]:
+    """Queries and candidates that one step of the ranking compares."""
+    BM = min(128 if dtype != torch.float32 else 64, max(16, triton.next_power_of_2(query_block)))
+    return {"BM": BM, "BC": 32 if pooled or dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 2}
 
 
 def select(
@@ -392,8 +422,8 @@ def select(
     if pooled:
         C = retain + recent
         leave = torch.empty(BG, N, dtype=torch.int32, device=device)
-        _leave_kernel[(triton.cdiv(N, 32) * BG,)](
-            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=32, BJ=128, num_warps=4
+        _leave_kernel[(triton.cdiv(N, 16) * BG,)](
+            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=16, BJ=256, num_warps=4
         )
         pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=device)
         _pool_kernel[(blocks * BG,)](
@@ -402,27 +432,30 @@ def select(
         )  # fmt: skip
     picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
     rank = torch.empty_like(picks) if pairs else picks
-    count = torch.zeros(BG, N, dtype=torch.int32, device=device)
-    BM = min(128 if q.dtype != torch.float32 else 64, max(16, triton.next_power_of_2(query_block)))
-    _select_kernel[(triton.cdiv(query_block, BM) * blocks * B * H,)](
-        q, mean, priority, some, pool, sigma, lam, picks, rank, count, *token_strides(q),
+    lists = torch.zeros(BG, 3, N + 1, dtype=torch.int32, device=device)
+    config = select_config(q.dtype, query_block, pooled)
+    _select_kernel[(triton.cdiv(query_block, config["BM"]) * blocks * B * H,)](
+        q, mean, priority, some, pool, sigma, lam, picks, rank, lists, *token_strides(q),
         T, N, G, blocks, query_start, mean.stride(0), D**-0.5,
-        R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, KP=triton.next_power_of_2(K), C=C,
-        PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNT=pairs, BM=BM,
-        BC=32 if pooled or q.dtype == torch.float32 else 64, num_warps=4, num_stages=2,
+        R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, C=C,
+        PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNT=pairs, **config,
     )  # fmt: skip
     if not pairs:
-        return Choice(picks, picks, count, count)
-    offset = torch.empty_like(count)
-    _offset_kernel[(BG,)](count, offset, N, TILE=TILE, BN=1024, num_warps=4)
+        return Choice(picks, picks, lists)
+    _offset_kernel[(BG,)](lists, N, TILE=TILE, RUN=run_length(T * R * K), BN=1024, num_warps=4)
     capacity = order_capacity(T * R * K, N)
     order = torch.full((BG, capacity), -1, dtype=torch.int32, device=device)
     if deterministic and N > 0:
-        rank = _sorted_rank(picks, count, G)
+        rank = _sorted_rank(picks, lists[:, 0, :N], G)
     _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
-        picks, rank, offset, order, T, N, G, capacity, R=R, K=K, BP=1024, num_warps=4
+        picks, rank, lists, order, T, N, G, capacity, R=R, K=K, BP=1024, num_warps=4
     )
-    return Choice(picks, order, count, offset)
+    return Choice(picks, order, lists)
+
+
+def run_length(pairs: int) -> int:
+    """Pairs of one cell that one program of the readout's backward takes, at most 512 runs a head."""
+    return max(512, triton.next_power_of_2(pairs // 512))
 
 
 def order_capacity(pairs: int, N: int) -> int:

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, select
 from kernels.triton_readout import (
-    _norm_bwd_kernel,
+    NORM_ROWS,
     empty_parts,
+    empty_shares,
     head_chunks,
     merge_parts,
+    norm_backward,
     read_backward,
     read_forward,
     sum_slots,
 )
-from kernels.triton_tools import dense_heads, padded_dim, token_strides
+from kernels.triton_tools import dense_heads, fine_dtype, padded_dim, token_strides
 from kernels.triton_window import (
     _window_bwd_key_kernel,
     _window_bwd_query_kernel,
@@ -36,6 +38,8 @@ from kernels.triton_window import (
     row_dot,
 )
 
+_KEEP_LOCAL = 2**26  # bytes up to which the local branch is kept for the backward pass instead of computed again
+
 # The whole operator
 
 
@@ -44,13 +48,13 @@ def _freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, sigma: Tensor, lam: Tensor,
     window: int, cell_size: int, query_block: int, top_k: int, retain: int | None, recent: int, eps: float,
     deterministic: bool, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out [B, T, H, D], and for the backward pass local, lse [B, T, H] and a `Choice`; local is empty unless `keep`."""
     q, k, v = (dense_heads(x) for x in (q, k, v))
     (B, T, H, D), G = q.shape, k.shape[2]
     BG, R, N, DP = B * G, H // G, T // cell_size, padded_dim(D)
-    chunks = head_chunks(BG, T * R * top_k, D, q.element_size())
-    rotated = _empty_rotated(q, k, len(chunks[0]))
+    chunks = head_chunks(BG, T * D * q.element_size() * (R * top_k + R + 1))
+    rotated = _empty_rotated(q, k, len(chunks[0]), fine_dtype(q.dtype))
     summaries = empty_summaries(k, BG, N)
     strides = cell_strides(k, cell_size)
     once = len(chunks) == 1  # then one pass over q and k serves both
@@ -60,22 +64,23 @@ def _freesolo(
         q, *summaries, None, G, sigma, lam, query_start=0, query_block=query_block, cell_size=cell_size,
         top_k=top_k, retain=retain, recent=recent, deterministic=deterministic,
     )  # fmt: skip
+    del summaries
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     local = torch.empty(q.shape if keep else (0,), dtype=q.dtype, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    part, part_lse = empty_parts(q, len(chunks[0]), R, top_k)
+    parts = empty_parts(q, len(chunks[0]), R, top_k)
     config = forward_config(q.dtype, DP)
     for heads in chunks:
         if not once:
             prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), rotated=rotated, heads=heads)
-        read_forward(q, k, v, strides, cell_strides(v, cell_size), choice.picks, choice.order, part, part_lse, G,
-                     cell_size, heads)  # fmt: skip
+        read_forward(q, k, v, strides, cell_strides(v, cell_size), choice, parts, G, cell_size, heads)
         _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, v, q, out, local, lse, part, part_lse, choice.picks, alpha, gain,
-            0, D, T * D, 0, D, T * D, *token_strides(v), T, T, G, heads.start, len(heads), window, 0, D**-0.5, eps,
-            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True, KEEP_LOCAL=keep, **config,
+            *rotated, v, q, out, local, lse, *parts, choice.picks, alpha, gain, q, lse,
+            0, D, T * D, 0, D, T * D, *token_strides(v), 0, 0, 0, T, T, G, heads.start, window, 0, D**-0.5, eps,
+            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True, KEEP_LOCAL=keep, DELTA=False,
+            **config,
         )  # fmt: skip
-    return out, local, lse, *choice.tensors()
+    return out, local, lse, *choice
 
 
 @_freesolo.register_fake
@@ -95,53 +100,61 @@ def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block
 @torch.library.custom_op("longpitch::freesolo_backward", mutates_args=())
 def _freesolo_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor,
-    local: Tensor, lse: Tensor, picks: Tensor, order: Tensor, count: Tensor, offset: Tensor,
+    local: Tensor, lse: Tensor, picks: Tensor, order: Tensor, lists: Tensor,
     window: int, cell_size: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, d_alpha, d_gain."""
     d_out, q, k, v = (dense_heads(x) for x in (d_out, q, k, v))
+    choice = Choice(picks, order, lists)
     (B, T, H, D), G, K = q.shape, k.shape[2], picks.shape[3]
     BG, R, N, DP, device = B * G, H // G, T // cell_size, padded_dim(D), q.device
-    chunks = head_chunks(BG, T * R * K, D, q.element_size())
-    rotated = _empty_rotated(q, k, len(chunks[0]))
-    part, part_lse = empty_parts(q, len(chunks[0]), R, K)
-    du = torch.empty(len(chunks[0]), T, R, D, dtype=q.dtype, device=device)
+    two, fine = fine_dtype(q.dtype) != q.dtype, q.dtype != torch.float32
+    chunks = head_chunks(BG, T * D * (q.element_size() * (R * K + 3 * R + 2) + 8))
+    rotated = _empty_rotated(q, k, len(chunks[0]), fine_dtype(q.dtype))
+    again = _empty_rotated(q, k, len(chunks[0]), q.dtype) if two else rotated
+    parts = empty_parts(q, len(chunks[0]), R, K)
+    shares = empty_shares(q, len(chunks[0]), R, K, N, cell_size)
+    du, rest = (torch.empty(len(chunks[0]), T, R, D, dtype=q.dtype, device=device) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     lse_u, delta_u, delta = (torch.empty_like(lse) for _ in range(3))
-    tiles = triton.cdiv(T, 64)
+    tiles = triton.cdiv(T, NORM_ROWS)
     d_alpha = torch.empty(B, H, tiles, dtype=torch.float32, device=device)
     d_gain = torch.empty(B * H * tiles, D, dtype=torch.float32, device=device)
     strides, v_strides = cell_strides(k, cell_size), cell_strides(v, cell_size)
-    shape = {"R": R, "D": D, "DP": DP}
+    row_steps = (0, D, T * D, 0, D, T * D, *token_strides(v), *token_strides(d_out))
+    rope_step = cos.stride(0) if cos.dim() == 3 else 0
+    shape = {"R": R, "D": D, "DP": DP, "HAS_WINDOW": True, "HAS_FIRST": False}
     for heads in chunks:
-        prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), rotated=rotated, heads=heads)
-        read_forward(q, k, v, strides, v_strides, picks, order, part, part_lse, G, cell_size, heads)
-        _norm_bwd_kernel[(tiles * len(heads) * R,)](
-            part, part_lse, picks, local, d_out, alpha, gain, du, lse_u, delta_u, delta, d_alpha, d_gain,
-            *token_strides(d_out), T, G, heads.start, eps, K=K, BM=64, **shape,
-        )  # fmt: skip
-        read_backward(
-            q, k, v, strides, v_strides, du, (T * R * D, 0, 0, R * D, D), lse_u, delta_u, order, count, offset, part,
-            dk, dv, cell_strides(dk, cell_size), G, K, cell_size, heads,
-        )  # fmt: skip
-        steps = (0, D, T * D, 0, D, T * D, *token_strides(v), *token_strides(d_out),
-                 cos.stride(0) if cos.dim() == 3 else 0)  # fmt: skip
-        shared = {"HAS_WINDOW": True, "HAS_FIRST": False, "FUSED": True, **shape}
+        prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), heads=heads,
+                rotated=(*rotated, *again) if two else rotated)  # fmt: skip
+        if local.numel() == 0:
+            config = forward_config(q.dtype, DP)
+            _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
+                *rotated, v, q, q, q, lse, *parts, picks, alpha, gain, d_out, delta, *row_steps,
+                T, T, G, heads.start, window, 0, D**-0.5, eps,
+                K=K, HAS_READ=False, KEEP_LOCAL=False, DELTA=True, **shape, **config,
+            )  # fmt: skip
+        read_forward(q, k, v, strides, v_strides, choice, parts, G, cell_size, heads)
+        norm_backward(parts, picks, local, d_out, alpha, gain, (du, rest, lse_u, delta_u, delta, d_alpha, d_gain), G,
+                      eps, heads)  # fmt: skip
+        read_backward(q, k, v, strides, v_strides, du, (T * R * D, 0, 0, R * D, D), lse_u, delta_u, choice, parts,
+                      shares, G, cell_size, heads, du_rest=rest if fine else None)  # fmt: skip
         config = key_config(q.dtype, DP)
         _window_bwd_key_kernel[(triton.cdiv(T, config["BN"]) * len(heads),)](
-            *rotated, v, d_out, lse, delta, q, dk, dv, cos, sin, *steps,
-            T, T, G, heads.start, N * cell_size, window, 0, D**-0.5, **shared, **config,
+            rotated[0], again[0], rotated[1], v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, *row_steps,
+            rope_step, T, T, G, heads.start, N * cell_size, shares.dk.shape[1] * cell_size, window, 0, D**-0.5,
+            TWO=two, FUSED=True, **shape, **config,
         )  # fmt: skip
         config = query_config(q.dtype, DP)
         _window_bwd_query_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, v, d_out, lse, delta, q, dq, cos, sin, part, picks, *steps,
-            T, T, G, heads.start, window, 0, D**-0.5, K=K, **shared, **config,
+            *rotated, again[1], v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, *row_steps,
+            rope_step, T, T, G, heads.start, window, 0, D**-0.5, K=K, TWO=two, FUSED=True, **shape, **config,
         )  # fmt: skip
     return dq, dk, dv, d_alpha.sum((0, 2)).to(alpha.dtype), d_gain.sum(0).to(gain.dtype)
 
 
 @_freesolo_backward.register_fake
-def _(d_out, q, k, v, alpha, gain, cos, sin, local, lse, picks, order, count, offset, window, cell_size, eps):
+def _(d_out, q, k, v, alpha, gain, cos, sin, local, lse, picks, order, lists, window, cell_size, eps):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, alpha, gain))
 
 
@@ -165,21 +178,21 @@ _freesolo.register_autograd(_freesolo_grads, setup_context=_keep_freesolo)
 def _read_cells(
     q: Tensor, k_cells: Tensor, v_cells: Tensor, index: Tensor | None, sigma: Tensor, lam: Tensor,
     query_start: int, query_block: int, top_k: int, retain: int | None, recent: int, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """u [B, T, H, D], and for the backward pass its log-sum-exp and a `Choice`."""
     q, k_cells, v_cells = (dense_heads(x) for x in (q, k_cells, v_cells))
-    (B, T, H, D), (_, G, N, cell_size, _) = q.shape, k_cells.shape
+    (B, T, H, D), (_, G, _, cell_size, _) = q.shape, k_cells.shape
     choice = _choose(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, True,
                      deterministic)  # fmt: skip
     u = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    chunks = head_chunks(B * G, T * (H // G) * top_k, D, q.element_size())
-    part, part_lse = empty_parts(q, len(chunks[0]), H // G, top_k)
+    chunks = head_chunks(B * G, T * D * q.element_size() * (H // G) * top_k)
+    parts = empty_parts(q, len(chunks[0]), H // G, top_k)
     for heads in chunks:
-        read_forward(q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], choice.picks, choice.order, part,
-                     part_lse, G, cell_size, heads)  # fmt: skip
-        merge_parts(part, part_lse, choice.picks, u, lse, G, heads)
-    return u, lse, *choice.tensors()
+        read_forward(q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], choice, parts, G, cell_size,
+                     heads)  # fmt: skip
+        merge_parts(parts, choice.picks, u, lse, G, heads)
+    return u, lse, *choice
 
 
 @_read_cells.register_fake
@@ -192,7 +205,7 @@ def _(q, k_cells, v_cells, index, sigma, lam, query_start, query_block, top_k, r
 @torch.library.custom_op("longpitch::read_cells_backward", mutates_args=())
 def _read_cells_backward(
     du: Tensor, q: Tensor, k_cells: Tensor, v_cells: Tensor, u: Tensor, lse: Tensor, picks: Tensor, order: Tensor,
-    count: Tensor, offset: Tensor,
+    lists: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk_cells, dv_cells."""
     du, q, k_cells, v_cells = (dense_heads(x) for x in (du, q, k_cells, v_cells))
@@ -200,20 +213,21 @@ def _read_cells_backward(
     R = H // G
     delta = row_dot(u, du)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cells, v_cells))
-    chunks = head_chunks(B * G, T * R * K, D, q.element_size())
-    part, _ = empty_parts(q, len(chunks[0]), R, K)
+    chunks = head_chunks(B * G, T * D * (q.element_size() * R * K + 8))
+    parts = empty_parts(q, len(chunks[0]), R, K)
+    shares = empty_shares(q, len(chunks[0]), R, K, N, cell_size)
     du_strides = (0, du.stride(0), R * du.stride(2), du.stride(1), du.stride(2))
     for heads in chunks:
         read_backward(
-            q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], du, du_strides, lse, delta, order, count,
-            offset, part, dk, dv, dk.stride()[:4], G, K, cell_size, heads,
+            q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], du, du_strides, lse, delta,
+            Choice(picks, order, lists), parts, shares, G, cell_size, heads, out=(dk, dv),
         )  # fmt: skip
-        sum_slots(part, picks, dq, G, heads)
+        sum_slots(parts, picks, dq, G, heads)
     return dq, dk, dv
 
 
 @_read_cells_backward.register_fake
-def _(du, q, k_cells, v_cells, u, lse, picks, order, count, offset):
+def _(du, q, k_cells, v_cells, u, lse, picks, order, lists):
     return tuple(x.new_empty(x.shape) for x in (q, k_cells, v_cells))
 
 
@@ -258,38 +272,55 @@ def _choose(
     )  # fmt: skip
 
 
-def _empty_rotated(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _empty_rotated(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for rotated q and k of a chunk of heads, [heads, R, T, D] and [heads, T, D]."""
     (_, T, H, D), G = q.shape, k.shape[2]
-    empty = torch.empty(heads, H // G + 1, T, D, dtype=q.dtype, device=q.device)
-    return empty.flatten()[: heads * (H // G) * T * D], empty.flatten()[heads * (H // G) * T * D :]
-
-
-def _fake_choice(q: Tensor, BG: int, N: int, pairs: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    integers = {"dtype": torch.int32}
     return (
-        q.new_empty((*q.shape[:3], top_k), **integers),
-        q.new_empty((BG, order_capacity(pairs, N)), **integers),
-        q.new_empty((BG, N), **integers),
-        q.new_empty((BG, N), **integers),
+        torch.empty(heads, H // G, T, D, dtype=dtype, device=q.device),
+        torch.empty(heads, T, D, dtype=dtype, device=q.device),
+    )
+
+
+def _fake_choice(q: Tensor, BG: int, N: int, pairs: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty((*q.shape[:3], top_k), dtype=torch.int32),
+        q.new_empty((BG, order_capacity(pairs, N)), dtype=torch.int32),
+        q.new_empty((BG, 3, N + 1), dtype=torch.int32),
     )
 
 
 # Entries with checked arguments, for freesolo.py and cells.py
 
 
+def _check_kernel_sizes(head_dim: int, cell_size: int, top_k: int) -> None:
+    if cell_size not in (16, 32, 64, 128):
+        raise ValueError(f"the Triton kernels take cells of 16, 32, 64 or 128 tokens, got cell_size {cell_size}")
+    if head_dim > 256 or top_k > 64:
+        raise ValueError(f"the Triton kernels take head_dim up to 256 and top_k up to 64, got {head_dim} and {top_k}")
+
+
+def _resolve(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
 def _fp32_per_head(value: float | Tensor, H: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float32, device=device).expand(H).contiguous()
+    """[H] in fp32; a number is filled in on the device, without a copy from the host."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32).expand(H).contiguous()
+    return torch.full((H,), float(value), dtype=torch.float32, device=device)
 
 
 def triton_freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, rope_cos: Tensor, rope_sin: Tensor, *,
     window: int, cell_size: int, query_block: int, top_k: int, sigma: float | Tensor, lam: float | Tensor,
-    retain: int | None, recent: int, eps: float, deterministic: bool,
+    retain: int | None, recent: int, eps: float, deterministic: bool | None,
 ) -> Tensor:  # fmt: skip
     """`freesolo_attention` of freesolo.py on the GPU."""
+    _check_kernel_sizes(q.shape[3], cell_size, top_k)
+    deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
+    keep = wanted and q.numel() * q.element_size() <= _KEEP_LOCAL
     return _freesolo(
         q, k, v, alpha.contiguous(), gain.contiguous(), rope_cos.contiguous(), rope_sin.contiguous(), sigma, lam,
         window, cell_size, query_block, top_k, retain, recent, eps, deterministic, keep,
@@ -298,9 +329,11 @@ def triton_freesolo(
 
 def triton_read_cells(
     q: Tensor, k_cells: Tensor, v_cells: Tensor, cell_index: Tensor | None, *, query_start: int, query_block: int,
-    top_k: int, sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int, deterministic: bool,
+    top_k: int, sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int, deterministic: bool | None,
 ) -> Tensor:  # fmt: skip
     """`read_cells` of cells.py on the GPU; cell_index None is 0 .. N-1."""
+    _check_kernel_sizes(q.shape[3], k_cells.shape[3], top_k)
+    deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     index = None if cell_index is None else cell_index.int().contiguous()
     return _read_cells(
@@ -313,13 +346,25 @@ def triton_choose_cells(
     sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int,
 ) -> Tensor:  # fmt: skip
     """`choose_cells` of cells.py on the GPU: global indices, int32 [B, T, H, K]."""
+    _check_kernel_sizes(q.shape[3], k_cells.shape[3], top_k)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     index = None if cell_index is None else cell_index.int().contiguous()
     columns = _choose_cells(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent)
-    if index is None:
+    if index is None or index.numel() == 0:
         return columns
     B, T, H, K = columns.shape
     G = k_cells.shape[1]
     at = columns.view(B, T, G, -1).clamp(min=0).long().transpose(1, 2).flatten(2)  # [B, G, T * R * K]
     chosen = index.view(B, G, -1).gather(-1, at).view(B, G, T, -1).transpose(1, 2).reshape(B, T, H, K)
     return chosen.where(columns >= 0, -1)
+
+
+def triton_cell_priority(k_cells: Tensor) -> Tensor:
+    """a_c of a table, fp32 [B, G, N]: the bits by which the kernels rank."""
+    k_cells = dense_heads(k_cells)
+    B, G, N, cell_size, _ = k_cells.shape
+    mean, priority = empty_summaries(k_cells, B * G, N)
+    if N > 0:
+        prepare(k_cells.select(2, 0), k_cells, k_cells.stride()[:4], N * cell_size, N, G, cell_size,
+                summaries=(mean, priority), heads=range(B * G))  # fmt: skip
+    return priority.view(B, G, N)

@@ -9,19 +9,33 @@ Shapes: B batch, T queries, H query heads, G key/value heads, R = H / G, D head 
 query, BG = B * G.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_cells import TILE
-from kernels.triton_tools import LOG2E, dot, head_lanes, padded_dim, token_strides
+from kernels.triton_cells import TILE, Choice, run_length
+from kernels.triton_tools import LOG2E, dot, dot_fine, fine_dtype, head_lanes, padded_dim, token_strides
 from kernels.triton_window import merge_slots
+
+NORM_ROWS = 64  # rows that one program of the RMSNorm's backward takes
+
+
+@triton.jit
+def _store_scaled(part_ptr, size_ptr, x, row, real, lane, there, D: tl.constexpr):
+    """Store rows in units of their largest entry, so that fp16 holds them to 11 bits whatever their size."""
+    size = tl.max(tl.abs(x), 1)
+    x = x * (1.0 / tl.where(size > 0, size, 1.0))[:, None]
+    here = real[:, None] & there[None, :]
+    tl.store(part_ptr + row[:, None] * D + lane[None, :], x.to(part_ptr.dtype.element_ty), mask=here)
+    tl.store(size_ptr + row, size, mask=real)
 
 
 @triton.jit
 def _read_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, picks_ptr, order_ptr, part_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, picks_ptr, order_ptr, part_ptr, part_lse_ptr, part_size_ptr,
     q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, v_sb, v_sg, v_sn, v_ss, T, G, head_start, capacity, scale,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -60,17 +74,13 @@ def _read_fwd_kernel(
         total = tl.sum(weights, 1)
         out = dot(weights.to(v.dtype), v) / total[:, None]
         row = chunk_g * T * (R * K) + pair
-        tl.store(
-            part_ptr + row[:, None] * D + lane[None, :],
-            out.to(part_ptr.dtype.element_ty),
-            mask=real[:, None] & there[None, :],
-        )
+        _store_scaled(part_ptr, part_size_ptr, out, row, real, lane, there, D)
         tl.store(part_lse_ptr + row, peak + tl.log2(total), mask=real)
 
 
 @triton.jit
 def _merge_kernel(
-    part_ptr, part_lse_ptr, picks_ptr, u_ptr, lse_ptr, T, G, head_start,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, u_ptr, lse_ptr, T, G, head_start,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """u [B, T, H, D] and its log-sum-exp from the parts of a chunk of heads."""
@@ -85,7 +95,9 @@ def _merge_kernel(
     pair = (chunk_g * T + rows) * R + r
     lane = tl.arange(0, DP)
     there = lane < D
-    u, lse = merge_slots(part_ptr, part_lse_ptr, picks_ptr, pair, token, in_rows, lane, there, K, D, DP, BM)
+    u, lse = merge_slots(
+        part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair, token, in_rows, lane, there, K, D, DP, BM
+    )
     here = in_rows[:, None] & there[None, :]
     tl.store(u_ptr + token[:, None] * D + lane[None, :], u.to(u_ptr.dtype.element_ty), mask=here)
     tl.store(lse_ptr + token, lse, mask=in_rows)
@@ -93,15 +105,16 @@ def _merge_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    part_ptr, part_lse_ptr, picks_ptr, local_ptr, do_ptr, alpha_ptr, gain_ptr,
-    du_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, local_ptr, do_ptr, alpha_ptr, gain_ptr,
+    du_ptr, du_rest_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr,
     do_sb, do_st, do_sh, T, G, head_start, eps,
-    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_LOCAL: tl.constexpr, TWO: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """Backward of out = local + alpha * gain * u / rms(u) for a tile of rows of one head.
 
-    u is merged anew from its parts. du goes to the chunk [heads, T, R, D]; lse, sum_d u * du and sum_d local * d_out
-    to [B, T, H]; each tile's share of d_alpha and d_gain to [BG, R, tiles(, D)].
+    u is merged anew from its parts. du goes to the chunk [heads, T, R, D], if TWO as two addends; lse, sum_d u * du and
+    (HAS_LOCAL) sum_d local * d_out to [B, T, H]; each tile's share of d_alpha and d_gain to [BG, R, tiles(, D)].
     """
     tiles = tl.cdiv(T, BM)
     pid = tl.program_id(0)
@@ -116,10 +129,11 @@ def _norm_bwd_kernel(
     lane = tl.arange(0, DP)
     there = lane < D
     here = in_rows[:, None] & there[None, :]
-    u, lse = merge_slots(part_ptr, part_lse_ptr, picks_ptr, pair, token, in_rows, lane, there, K, D, DP, BM)
+    u, lse = merge_slots(
+        part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair, token, in_rows, lane, there, K, D, DP, BM
+    )
     d_out = tl.load(do_ptr + b * do_sb + h * do_sh + rows.to(tl.int64)[:, None] * do_st + lane[None, :], mask=here,
                     other=0.0).to(tl.float32)  # fmt: skip
-    local = tl.load(local_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
     alpha = tl.load(alpha_ptr + h).to(tl.float32)
     gain = tl.load(gain_ptr + lane, mask=there, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(u * u, 1) / D + eps)
@@ -127,10 +141,16 @@ def _norm_bwd_kernel(
     d_unit = d_out * gain[None, :]
     share = tl.sum(d_unit * unit, 1)
     du = alpha * inverse[:, None] * (d_unit - unit * (share / D)[:, None])
-    tl.store(du_ptr + pair[:, None] * D + lane[None, :], du.to(du_ptr.dtype.element_ty), mask=here)
+    high = du.to(du_ptr.dtype.element_ty)
+    tl.store(du_ptr + pair[:, None] * D + lane[None, :], high, mask=here)
+    if TWO:
+        rest = (du - high.to(tl.float32)).to(du_ptr.dtype.element_ty)
+        tl.store(du_rest_ptr + pair[:, None] * D + lane[None, :], rest, mask=here)
     tl.store(lse_ptr + token, lse, mask=in_rows)
     tl.store(delta_u_ptr + token, tl.sum(du * u, 1), mask=in_rows)
-    tl.store(delta_local_ptr + token, tl.sum(local * d_out, 1), mask=in_rows)
+    if HAS_LOCAL:
+        local = tl.load(local_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
+        tl.store(delta_local_ptr + token, tl.sum(local * d_out, 1), mask=in_rows)
     tile = (group * R + r) * tiles + pid % tiles
     tl.store(d_alpha_ptr + tile, tl.sum(tl.where(in_rows, share, 0.0), 0))
     tl.store(d_gain_ptr + tile * D + lane, alpha * tl.sum(d_out * unit, 0), mask=there)
@@ -138,62 +158,119 @@ def _norm_bwd_kernel(
 
 @triton.jit
 def _read_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, du_ptr, lse_ptr, delta_ptr, order_ptr, count_ptr, offset_ptr, part_ptr, dk_ptr, dv_ptr,
-    q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, v_sb, v_sg, v_sn, v_ss, du_sc, du_sb, du_sg, du_st, du_sr,
-    dk_sb, dk_sg, dk_sn, dk_ss, T, N, G, head_start, capacity, scale,
+    q_ptr, k_ptr, v_ptr, du_ptr, du_rest_ptr, lse_ptr, delta_ptr, order_ptr, lists_ptr, part_ptr, part_size_ptr,
+    dk_ptr, dv_ptr, q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, v_sb, v_sg, v_sn, v_ss, du_sc, du_sb, du_sg, du_st, du_sr,
+    T, N, G, head_start, max_extra, capacity, scale,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    RUN: tl.constexpr, FINE: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one cell, and the dq that each of its pairs gets from it."""
+    """One run of a cell's pairs: its share of the cell's dk and dv, and the dq that each pair gets from the cell.
+
+    Shares lie in fp32 [heads, N + max_extra, S, D]: those of first runs by cell, then those of the extra runs.
+    """
     pid = tl.program_id(0)
-    cell = (pid % N).to(tl.int64)
-    chunk_g = (pid // N).to(tl.int64)
+    chunk_g = (pid // (N + max_extra)).to(tl.int64)
     group = head_start + chunk_g
     b, g = group // G, group % G
-    count = tl.load(count_ptr + group * N + cell)
-    order_ptr += group * capacity + tl.load(offset_ptr + group * N + cell)
-    lane = tl.arange(0, DP)
-    there = lane < D
-    token = tl.arange(0, S)
-    dk = tl.zeros([S, DP], tl.float32)
-    dv = tl.zeros([S, DP], tl.float32)
-    inside = tl.zeros([S], tl.int32)[:, None] + there[None, :].to(tl.int32) > 0
-    if count > 0:
-        k = tl.load(k_ptr + b * k_sb + g * k_sg + cell * k_sn + token[:, None] * k_ss + lane[None, :], mask=inside,
-                    other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + b * v_sb + g * v_sg + cell * v_sn + token[:, None] * v_ss + lane[None, :], mask=inside,
-                    other=0.0)  # fmt: skip
-        for start in range(0, count, TILE):
-            place = start + tl.arange(0, TILE)
-            pair = tl.load(order_ptr + place, mask=place < count, other=-1)
+    lists_ptr += group * 3 * (N + 1)
+    # extra runs, which are full, start first
+    extra = pid % (N + max_extra)
+    cell = extra - max_extra
+    start = 0
+    slot = cell
+    if extra < max_extra:
+        slot = N + extra
+        cell = 0
+        if extra >= tl.load(lists_ptr + 3 * N + 2):
+            cell = N  # no such run
+        else:
+            above = N
+            while above - cell > 1:
+                middle = (cell + above) // 2
+                if tl.load(lists_ptr + 2 * (N + 1) + middle) <= extra:
+                    cell = middle
+                else:
+                    above = middle
+            start = (extra - tl.load(lists_ptr + 2 * (N + 1) + cell) + 1) * RUN
+    if cell < N:
+        stop = tl.minimum(tl.load(lists_ptr + cell), start + RUN)
+        order_ptr += group * capacity + tl.load(lists_ptr + (N + 1) + cell)
+        wide_cell = cell.to(tl.int64)
+        lane = tl.arange(0, DP)
+        there = lane < D
+        token = tl.arange(0, S)
+        inside = (token < S)[:, None] & there[None, :]
+        dk = tl.zeros([S, DP], tl.float32)
+        dv = tl.zeros([S, DP], tl.float32)
+        k_ptr += b * k_sb + g * k_sg + wide_cell * k_sn
+        v_ptr += b * v_sb + g * v_sg + wide_cell * v_sn
+        used = inside & (stop > start)
+        k = tl.load(k_ptr + token[:, None] * k_ss + lane[None, :], mask=used, other=0.0)
+        v = tl.load(v_ptr + token[:, None] * v_ss + lane[None, :], mask=used, other=0.0)
+        for first in range(start, stop, TILE):
+            place = first + tl.arange(0, TILE)
+            pair = tl.load(order_ptr + place, mask=place < stop, other=-1)
             real = pair >= 0
             here = real[:, None] & there[None, :]
             t, r = (pair // (R * K)).to(tl.int64), pair // K % R
             q = tl.load(q_ptr + b * q_sb + t[:, None] * q_st + (g * R + r)[:, None] * q_sh + lane[None, :], mask=here,
                         other=0.0)  # fmt: skip
-            du = tl.load(
-                du_ptr + chunk_g * du_sc + b * du_sb + g * du_sg + t[:, None] * du_st + r[:, None] * du_sr
-                + lane[None, :], mask=here, other=0.0,
-            )  # fmt: skip
+            at = chunk_g * du_sc + b * du_sb + g * du_sg + t[:, None] * du_st + r[:, None] * du_sr + lane[None, :]
+            du = tl.load(du_ptr + at, mask=here, other=0.0)
             row = (b * T + t) * (G * R) + g * R + r
             lse = tl.load(lse_ptr + row, mask=real, other=0.0)
             delta = tl.load(delta_ptr + row, mask=real, other=0.0)
             weights = tl.exp2(dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])  # [TILE, S]
             weights = tl.where(real[:, None], weights, 0.0)
-            d_logits = weights * (dot(du, tl.trans(v)) - delta[:, None]) * scale
-            dv = dot(tl.trans(weights.to(du.dtype)), du, dv)
-            d_logits = d_logits.to(q.dtype)
-            dk = dot(tl.trans(d_logits), q, dk)
-            dq = dot(d_logits, k)
-            row = chunk_g * T * (R * K) + pair
-            tl.store(part_ptr + row[:, None] * D + lane[None, :], dq.to(part_ptr.dtype.element_ty), mask=here)
-    at = b * dk_sb + g * dk_sg + cell * dk_sn + token[:, None] * dk_ss + lane[None, :]
-    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+            d_weights = dot(du, tl.trans(v))
+            dv = dot_fine(tl.trans(weights), du, dv, FINE)
+            if TWO:
+                rest = tl.load(du_rest_ptr + at, mask=here, other=0.0)
+                d_weights = dot(rest, tl.trans(v), d_weights)
+                dv = dot(tl.trans(weights.to(rest.dtype)), rest, dv)
+            d_logits = weights * (d_weights - delta[:, None]) * scale
+            dk = dot_fine(tl.trans(d_logits), q, dk, FINE)
+            dq = dot_fine(d_logits, k, tl.zeros([TILE, DP], tl.float32), FINE)
+            _store_scaled(part_ptr, part_size_ptr, dq, chunk_g * T * (R * K) + pair, real, lane, there, D)
+        at = ((chunk_g * (N + max_extra) + slot) * S + token)[:, None] * D + lane[None, :]
+        tl.store(dk_ptr + at, dk, mask=inside)
+        tl.store(dv_ptr + at, dv, mask=inside)
+
+
+@triton.jit
+def _sum_runs_kernel(
+    dk_ptr, dv_ptr, lists_ptr, dk_out_ptr, dv_out_ptr, N, head_start, max_extra, CELL: tl.constexpr,
+    IN_PLACE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """BE of the CELL = S * D entries of one cell's dk and dv, summed over its runs, in place or to [BG, N, S, D]."""
+    PIECES: tl.constexpr = (CELL + BE - 1) // BE
+    pid = tl.program_id(0)
+    entry = pid % PIECES * BE + tl.arange(0, BE)
+    cell = pid // PIECES % N
+    chunk_g = (pid // PIECES // N).to(tl.int64)
+    group = head_start + chunk_g
+    extra = lists_ptr + group * 3 * (N + 1) + 2 * (N + 1) + cell
+    start, stop = tl.load(extra), tl.load(extra + 1)
+    if (not IN_PLACE) or start < stop:
+        base = chunk_g * (N + max_extra)
+        own = (base + cell) * CELL + entry
+        dk = tl.load(dk_ptr + own, mask=entry < CELL, other=0.0)
+        dv = tl.load(dv_ptr + own, mask=entry < CELL, other=0.0)
+        for first in range(start, stop, BR):
+            run = first + tl.arange(0, BR)
+            share = (base + N + run)[:, None] * CELL + entry[None, :]
+            here = (run < stop)[:, None] & (entry < CELL)[None, :]
+            dk += tl.sum(tl.load(dk_ptr + share, mask=here, other=0.0), 0)
+            dv += tl.sum(tl.load(dv_ptr + share, mask=here, other=0.0), 0)
+        if not IN_PLACE:
+            own = (group * N + cell) * CELL + entry
+        tl.store(dk_out_ptr + own, dk.to(dk_out_ptr.dtype.element_ty), mask=entry < CELL)
+        tl.store(dv_out_ptr + own, dv.to(dv_out_ptr.dtype.element_ty), mask=entry < CELL)
 
 
 @triton.jit
 def _sum_slots_kernel(
-    part_ptr, picks_ptr, dq_ptr, T, G, head_start,
+    part_ptr, part_size_ptr, picks_ptr, dq_ptr, T, G, head_start,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """dq [B, T, H, D] as the sum over the slots of a chunk of heads."""
@@ -211,65 +288,115 @@ def _sum_slots_kernel(
     for slot in range(K):
         pick = tl.load(picks_ptr + token * K + slot, mask=in_rows, other=-1)
         chosen = (in_rows & (pick >= 0))[:, None] & there[None, :]
-        dq += tl.load(part_ptr + (pair * K + slot)[:, None] * D + lanes[None, :], mask=chosen, other=0.0).to(tl.float32)
+        size = tl.load(part_size_ptr + pair * K + slot, mask=in_rows & (pick >= 0), other=0.0)[:, None]
+        part = tl.load(part_ptr + (pair * K + slot)[:, None] * D + lanes[None, :], mask=chosen, other=0.0)
+        dq += size * part.to(tl.float32)
     at = dq_ptr + token[:, None] * D + lanes[None, :]
     tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=in_rows[:, None] & there[None, :])
 
 
-def head_chunks(BG: int, pairs_per_head: int, D: int, itemsize: int, budget: int = 2**27) -> list[range]:
-    """Ranges of (b, g) whose parts stay within `budget` bytes, one head at least."""
-    step = max(1, budget // max(1, pairs_per_head * D * itemsize))
+class Parts(NamedTuple):
+    """What a chunk of heads stores per pair: x [heads, T, R, K, D] in units of size, and fp32 [heads, T, R, K]."""
+
+    x: Tensor
+    lse: Tensor
+    size: Tensor
+
+
+class Shares(NamedTuple):
+    """dk and dv of the cells of a chunk of heads, fp32 [heads, N + extra runs, s, D]."""
+
+    dk: Tensor
+    dv: Tensor
+
+
+def head_chunks(BG: int, bytes_per_head: int, budget: int = 2**28) -> list[range]:
+    """Ranges of (b, g) whose workspace stays within `budget` bytes, one head at least."""
+    step = max(1, budget // max(1, bytes_per_head))
     return [range(start, min(BG, start + step)) for start in range(0, BG, step)]
 
 
+def empty_parts(q: Tensor, heads: int, R: int, top_k: int) -> Parts:
+    shape = (heads, q.shape[1], R, top_k)
+    x = torch.empty(*shape, q.shape[3], dtype=fine_dtype(q.dtype), device=q.device)
+    lse, size = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    return Parts(x, lse, size)
+
+
+def empty_shares(q: Tensor, heads: int, R: int, top_k: int, N: int, cell_size: int) -> Shares:
+    shape = (heads, N + _max_extra(q, R, top_k), cell_size, q.shape[3])
+    dk, dv = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    return Shares(dk, dv)
+
+
+def _max_extra(q: Tensor, R: int, top_k: int) -> int:
+    pairs = q.shape[1] * R * top_k
+    return pairs // run_length(pairs)
+
+
 def read_forward(
-    q: Tensor, k: Tensor, v: Tensor, k_strides: tuple, v_strides: tuple, picks: Tensor, order: Tensor, part: Tensor,
-    part_lse: Tensor, G: int, cell_size: int, heads: range,
+    q: Tensor, k: Tensor, v: Tensor, k_strides: tuple, v_strides: tuple, choice: Choice, parts: Parts, G: int,
+    cell_size: int, heads: range,
 ) -> None:  # fmt: skip
-    """Fill the parts of a chunk of heads, [heads, T, R, K, D] and [heads, T, R, K]."""
+    """Fill the parts of a chunk of heads."""
     _, T, H, D = q.shape
-    capacity = order.shape[1]
+    capacity = choice.order.shape[1]
     _read_fwd_kernel[(capacity // TILE * len(heads),)](
-        q, k, v, picks, order, part, part_lse, *token_strides(q), *k_strides, *v_strides,
+        q, k, v, choice.picks, choice.order, *parts, *token_strides(q), *k_strides, *v_strides,
         T, G, heads.start, capacity, D**-0.5,
-        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, num_warps=4, num_stages=1,
+        R=H // G, K=choice.picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
 def read_backward(
     q: Tensor, k: Tensor, v: Tensor, k_strides: tuple, v_strides: tuple, du: Tensor, du_strides: tuple, lse: Tensor,
-    delta: Tensor, order: Tensor, count: Tensor, offset: Tensor, part: Tensor, dk: Tensor, dv: Tensor,
-    dk_strides: tuple, G: int, top_k: int, cell_size: int, heads: range,
+    delta: Tensor, choice: Choice, parts: Parts, shares: Shares, G: int, cell_size: int, heads: range,
+    du_rest: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill dk and dv of the complete cells, and dq of each pair of a chunk of heads in `part`."""
-    _, T, H, D = q.shape
-    N = count.shape[1]
+    """Fill dq of each pair of a chunk of heads in `parts`, dk and dv of its cells in `shares` or dense `out`."""
+    (_, T, H, D), K = q.shape, choice.picks.shape[3]
+    N, extra = choice.lists.shape[2] - 1, _max_extra(q, H // G, K)
     if N == 0:
         return
-    _read_bwd_kernel[(N * len(heads),)](
-        q, k, v, du, lse, delta, order, count, offset, part, dk, dv, *token_strides(q), *k_strides, *v_strides,
-        *du_strides, *dk_strides, T, N, G, heads.start, order.shape[1], D**-0.5,
-        R=H // G, K=top_k, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, num_warps=4, num_stages=1,
+    shape = {"D": D, "DP": padded_dim(D), "S": cell_size}
+    _read_bwd_kernel[((N + extra) * len(heads),)](
+        q, k, v, du, du if du_rest is None else du_rest, lse, delta, choice.order, choice.lists, parts.x, parts.size,
+        *shares, *token_strides(q), *k_strides, *v_strides, *du_strides,
+        T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
+        R=H // G, K=K, TILE=TILE, RUN=run_length(T * (H // G) * K),
+        FINE=q.dtype != torch.float32, TWO=du_rest is not None, num_warps=4, num_stages=1, **shape,
+    )  # fmt: skip
+    _sum_runs_kernel[(triton.cdiv(cell_size * D, 512) * N * len(heads),)](
+        *shares, choice.lists, *(out or shares), N, heads.start, extra,
+        CELL=cell_size * D, IN_PLACE=out is None, BE=512, BR=8, num_warps=4,
     )  # fmt: skip
 
 
-def merge_parts(part: Tensor, part_lse: Tensor, picks: Tensor, u: Tensor, lse: Tensor, G: int, heads: range) -> None:
+def merge_parts(parts: Parts, picks: Tensor, u: Tensor, lse: Tensor, G: int, heads: range) -> None:
     """Fill u and its log-sum-exp for a chunk of heads."""
     _, T, H, D = u.shape
     _merge_kernel[(triton.cdiv(T, 64) * len(heads) * (H // G),)](
-        part, part_lse, picks, u, lse, T, G, heads.start, R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64
+        *parts, picks, u, lse, T, G, heads.start, R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64
     )
 
 
-def sum_slots(part: Tensor, picks: Tensor, dq: Tensor, G: int, heads: range) -> None:
+def norm_backward(
+    parts: Parts, picks: Tensor, local: Tensor, d_out: Tensor, alpha: Tensor, gain: Tensor, outputs: tuple, G: int,
+    eps: float, heads: range,
+) -> None:  # fmt: skip
+    """Fill `outputs` (du and its second addend, lse, delta_u, delta_local, shares of d_alpha, d_gain) of `heads`."""
+    _, T, H, D = d_out.shape
+    _norm_bwd_kernel[(triton.cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
+        *parts, picks, local, d_out, alpha, gain, *outputs, *token_strides(d_out), T, G, heads.start, eps,
+        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_LOCAL=local.numel() > 0,
+        TWO=d_out.dtype != torch.float32, BM=NORM_ROWS,
+    )  # fmt: skip
+
+
+def sum_slots(parts: Parts, picks: Tensor, dq: Tensor, G: int, heads: range) -> None:
     """Fill dq for a chunk of heads from the dq of its pairs."""
     _, T, H, D = dq.shape
     _sum_slots_kernel[(triton.cdiv(T, 64) * len(heads) * (H // G),)](
-        part, picks, dq, T, G, heads.start, R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64
-    )
-
-
-def empty_parts(q: Tensor, heads: int, R: int, top_k: int) -> tuple[Tensor, Tensor]:
-    T, D = q.shape[1], q.shape[3]
-    part = torch.empty(heads, T, R, top_k, D, dtype=q.dtype, device=q.device)
-    return part, torch.empty(heads, T, R, top_k, dtype=torch.float32, device=q.device)
+        parts.x, parts.size, picks, dq, T, G, heads.start,
+        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64,
+    )  # fmt: skip

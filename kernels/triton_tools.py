@@ -32,12 +32,17 @@ def use_triton(operator: str, backend: str, *tensors: Tensor) -> bool:
         return x.is_cuda and all(t.dtype in TRITON_DTYPES for t in tensors)
     if backend != "triton":
         raise ValueError(f"{operator}: backend must be one of auto, reference, triton, got {backend!r}")
+    if not x.is_cuda and not isinstance(rotate_pair, InterpretedFunction):
+        raise ValueError(f"{operator}: backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {x.device}")
     if any(t.dtype != x.dtype for t in tensors) or x.dtype not in TRITON_DTYPES:
         raise ValueError(f"{operator}: the Triton kernels take q, k and v all in bf16, fp16 or fp32, "
                          f"got {', '.join(str(t.dtype) for t in tensors)}")  # fmt: skip
-    if not x.is_cuda and not isinstance(rotate_pair, InterpretedFunction):
-        raise ValueError(f"{operator}: backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {x.device}")
     return True
+
+
+def fine_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What holds numbers near 1 more finely than bf16 in as many bytes: rotated q, k, and rows in units of a size."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
 def padded_dim(head_dim: int) -> int:
@@ -83,3 +88,13 @@ def split_halves(x, ROWS: tl.constexpr, DP: tl.constexpr):
 def dot(a, b, acc=None):
     """Matmul with fp32 sums; fp32 operands are multiplied in fp32, never in tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_fine(x, y, acc, FINE: tl.constexpr):
+    """acc + x @ y with fp32 x; FINE takes x as two addends in the dtype of y instead of rounding it."""
+    high = x.to(y.dtype)
+    acc = dot(high, y, acc)
+    if FINE:
+        acc = dot((x - high.to(tl.float32)).to(y.dtype), y, acc)
+    return acc

@@ -63,12 +63,13 @@ def _attend_tiles(
 
 @triton.jit
 def merge_slots(
-    part_ptr, part_lse_ptr, picks_ptr, pair_rows, pick_rows, in_rows, lanes, there,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair_rows, pick_rows, in_rows, lanes, there,
     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """u and its log-sum-exp from the K cells read apart: a softmax over softmaxes.
 
-    `pair_rows` index the parts of a chunk of heads, `pick_rows` the choices of all heads.
+    A part is stored in units of its largest entry, its size. `pair_rows` index the parts of a chunk of heads,
+    `pick_rows` the choices of all heads.
     """
     peak = tl.full([ROWS], MASKED, tl.float32)
     for slot in range(K):
@@ -86,7 +87,8 @@ def merge_slots(
             mask=(in_rows & (pick >= 0))[:, None] & there[None, :],
             other=0.0,
         )
-        u += weight[:, None] * part.to(tl.float32)
+        size = tl.load(part_size_ptr + pair_rows * K + slot, mask=in_rows & (pick >= 0), other=0.0)
+        u += (weight * size)[:, None] * part.to(tl.float32)
         total += weight
     total = tl.where(total > 0, total, 1.0)
     return u / total[:, None], peak + tl.log2(total)
@@ -95,13 +97,17 @@ def merge_slots(
 @triton.jit
 def _window_fwd_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, local_ptr, lse_ptr,
-    part_ptr, part_lse_ptr, picks_ptr, alpha_ptr, gain_ptr,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
-    Tq, Tk, G, head_start, heads, WINDOW, query_offset, scale, eps,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, alpha_ptr, gain_ptr, do_ptr, delta_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh,
+    Tq, Tk, G, head_start, WINDOW, query_offset, scale, eps,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, KEEP_LOCAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, KEEP_LOCAL: tl.constexpr, DELTA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    # q and k may be a chunk of heads (the chunk's first is head_start), everything else holds all heads
+    """Window attention; HAS_READ adds the readout, DELTA stores only sum_d local * d_out of each row.
+
+    With either, q and k are a chunk of heads that starts at head_start; everything else holds all heads.
+    """
     tiles = tl.cdiv(Tq, BM)
     pid = tl.program_id(0)
     m0 = (pid % tiles) * BM
@@ -110,7 +116,7 @@ def _window_fwd_kernel(
     b, g = (group // G).to(tl.int64), group % G
     h = g * R + r
     chunk_b, chunk_g = b, g
-    if HAS_READ:
+    if HAS_READ or DELTA:
         chunk_b, chunk_g = tl.zeros_like(b), pid // tiles // R
     lanes, there = head_lanes(D, DP)
     rows = m0 + tl.arange(0, BM)
@@ -153,16 +159,24 @@ def _window_fwd_kernel(
     blind = peak <= 0.5 * MASKED  # sees no key
     local = tl.where(blind[:, None], 0.0, acc / total[:, None])
     token = (b * Tq + rows) * (G * R) + h
-    tl.store(lse_ptr + token, tl.where(blind, 0.0, peak + tl.log2(total)), mask=in_rows)
-    if HAS_READ:
-        if KEEP_LOCAL:
-            tl.store(local_ptr + token[:, None] * D + lanes[None, :], local.to(local_ptr.dtype.element_ty), mask=here)
-        pair = (chunk_g.to(tl.int64) * Tq + rows) * R + r
-        u, _ = merge_slots(part_ptr, part_lse_ptr, picks_ptr, pair, token, in_rows, lanes, there, K, D, DP, BM)
-        alpha = tl.load(alpha_ptr + h).to(tl.float32)
-        gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
-        local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
-    tl.store(out_ptr + token[:, None] * D + lanes[None, :], local.to(out_ptr.dtype.element_ty), mask=here)
+    if DELTA:
+        do_ptr += b * do_sb + h.to(tl.int64) * do_sh
+        d_out = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_st + lanes[None, :], mask=here, other=0.0)
+        tl.store(delta_ptr + token, tl.sum(local * d_out.to(tl.float32), 1), mask=in_rows)
+    else:
+        tl.store(lse_ptr + token, tl.where(blind, 0.0, peak + tl.log2(total)), mask=in_rows)
+        at = token[:, None] * D + lanes[None, :]
+        if HAS_READ:
+            if KEEP_LOCAL:
+                tl.store(local_ptr + at, local.to(local_ptr.dtype.element_ty), mask=here)
+            pair = (chunk_g.to(tl.int64) * Tq + rows) * R + r
+            u, _ = merge_slots(
+                part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair, token, in_rows, lanes, there, K, D, DP, BM
+            )
+            alpha = tl.load(alpha_ptr + h).to(tl.float32)
+            gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
+            local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
+        tl.store(out_ptr + at, local.to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -181,9 +195,9 @@ def _row_dot_kernel(
 
 @triton.jit
 def _add_key_tiles(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, q_st, do_st, token_step, lanes, there, key,
-    start, stop, Tq, WINDOW, query_offset, scale,
-    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BM: tl.constexpr,
+    dk, dv, k, v, q_ptr, q_grad_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, q_st, do_st, token_step, lanes, there, key,
+    start, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    TWO: tl.constexpr, EDGE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys from the queries start .. stop."""
     for m in range(start, stop, BM):
@@ -206,15 +220,17 @@ def _add_key_tiles(
         dv = dot(weights.to(d_out.dtype), d_out, dv)
         d_weights = dot(v, tl.trans(d_out))
         d_logits = weights * (d_weights - delta[None, :])
+        if TWO:
+            q = tl.load(q_grad_ptr + wide[:, None] * q_st + lanes[None, :], mask=here, other=0.0)
         dk = dot(d_logits.to(q.dtype), q, dk)
     return dk, dv
 
 
 @triton.jit
-def _store_rotated_back(
+def _rotated_back(
     ptr, grad, cos_ptr, sin_ptr, tokens, in_rows, row_step, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Store the gradient of x, given that of rotated x."""
+    """The halves of the gradient of x, given that of rotated x, and where they go."""
     HALF: tl.constexpr = D // 2
     lane = tl.arange(0, DP // 2)
     here = in_rows[:, None] & (lane < HALF)[None, :]
@@ -228,11 +244,12 @@ def _store_rotated_back(
 
 @triton.jit
 def _window_bwd_key_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+    q_ptr, q_grad_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+    dk_read_ptr, dv_read_ptr,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
-    Tq, Tk, G, head_start, num_read, WINDOW, query_offset, scale,
+    Tq, Tk, G, head_start, num_read, read_step, WINDOW, query_offset, scale,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TWO: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Tk, BN)
     pid = tl.program_id(0)
@@ -266,21 +283,24 @@ def _window_bwd_key_kernel(
     for r in range(R):
         h = g * R + r
         q_head = q_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh
+        q_grad = q_grad_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh
         do_head = do_ptr + b * do_sb + h * do_sh
         token = b * Tq * G * R + h
         dk, dv = _add_key_tiles(
-            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st, G * R,
-            lanes, there, key, start, full, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, True, BM,
+            dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
+            G * R, lanes, there, key, start, full, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, TWO, True,
+            BM,
         )  # fmt: skip
         dk, dv = _add_key_tiles(
-            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st, G * R,
-            lanes, there, key, full, full_stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, False, BM,
+            dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
+            G * R, lanes, there, key, full, full_stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, TWO,
+            False, BM,
         )  # fmt: skip
         if HAS_WINDOW:
             dk, dv = _add_key_tiles(
-                dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
-                G * R, lanes, there, key, full_stop, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST,
-                True, BM,
+                dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq,
+                q_st, do_st, G * R, lanes, there, key, full_stop, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW,
+                HAS_FIRST, TWO, True, BM,
             )  # fmt: skip
     dk *= scale
     step = G * D
@@ -288,14 +308,16 @@ def _window_bwd_key_kernel(
     dv_ptr += b * Tk * step + g * D
     at = dv_ptr + wide[:, None] * step + lanes[None, :]
     if FUSED:
-        # the readout has already stored what it passes to the tokens of complete cells
+        # what the readout passes to the tokens of complete cells, [heads, read_step, D]
+        source = (chunk_g * read_step + wide)[:, None] * D
         read = (key < num_read)[:, None]
-        dv += tl.load(at, mask=here & read, other=0.0).to(tl.float32)
-        first, second, at_k, half = _store_rotated_back(
+        dv += tl.load(dv_read_ptr + source + lanes[None, :], mask=here & read, other=0.0)
+        first, second, at_k, half = _rotated_back(
             dk_ptr, dk, cos_ptr + b * rope_sb, sin_ptr + b * rope_sb, wide, in_keys, step, D, DP, BN
         )
-        first += tl.load(at_k, mask=half & read, other=0.0).to(tl.float32)
-        second += tl.load(at_k + D // 2, mask=half & read, other=0.0).to(tl.float32)
+        lane = tl.arange(0, DP // 2)
+        first += tl.load(dk_read_ptr + source + lane[None, :], mask=half & read, other=0.0)
+        second += tl.load(dk_read_ptr + source + D // 2 + lane[None, :], mask=half & read, other=0.0)
         tl.store(at_k, first.to(dk_ptr.dtype.element_ty), mask=half)
         tl.store(at_k + D // 2, second.to(dk_ptr.dtype.element_ty), mask=half)
     else:
@@ -305,8 +327,8 @@ def _window_bwd_key_kernel(
 
 @triton.jit
 def _add_query_tiles(
-    dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW, scale,
-    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
+    dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW,
+    scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, TWO: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries from the keys start .. stop."""
     for n in range(start, stop, BN):
@@ -319,17 +341,20 @@ def _add_query_tiles(
             seen = _visible(row[:, None], key[None, :], first[:, None], WINDOW, HAS_WINDOW, HAS_FIRST)
             weights = tl.where(seen, weights, 0.0)
         d_logits = weights * (dot(d_out, tl.trans(v)) - delta[:, None])
+        if TWO:
+            k = tl.load(k_grad_ptr + key.to(tl.int64)[:, None] * k_st + lanes[None, :], mask=in_keys, other=0.0)
         dq = dot(d_logits.to(k.dtype), k, dq)
     return dq
 
 
 @triton.jit
 def _window_bwd_query_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dq_ptr, cos_ptr, sin_ptr, part_ptr, picks_ptr,
+    q_ptr, k_ptr, k_grad_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dq_ptr, cos_ptr, sin_ptr,
+    part_ptr, part_size_ptr, picks_ptr,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
     Tq, Tk, G, head_start, WINDOW, query_offset, scale,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_FIRST: tl.constexpr, TWO: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Tq, BM)
     pid = tl.program_id(0)
@@ -354,6 +379,7 @@ def _window_bwd_query_kernel(
     lse = tl.load(lse_ptr + token, mask=in_rows, other=0.0)
     delta = tl.load(delta_ptr + token, mask=in_rows, other=0.0)
     k_ptr += chunk_b * k_sb + chunk_g * k_sh
+    k_grad_ptr += chunk_b * k_sb + chunk_g * k_sh
     v_ptr += b * v_sb + g * v_sh
     row = query_offset + rows
     first = tl.zeros([BM], tl.int32)
@@ -371,22 +397,22 @@ def _window_bwd_query_kernel(
     dq = tl.zeros([BM, DP], tl.float32)
     if HAS_WINDOW:
         dq = _add_query_tiles(
-            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk, WINDOW,
-            scale, HAS_WINDOW, HAS_FIRST, True, BN,
+            dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk,
+            WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, True, BN,
         )  # fmt: skip
     dq = _add_query_tiles(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk, WINDOW,
-        scale, HAS_WINDOW, HAS_FIRST, False, BN,
+        dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk,
+        WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, False, BN,
     )  # fmt: skip
     dq = _add_query_tiles(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk, WINDOW,
-        scale, HAS_WINDOW, HAS_FIRST, True, BN,
+        dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk,
+        WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, True, BN,
     )  # fmt: skip
     dq *= scale
     step = G * R * D
     dq_ptr += b * Tq * step + h * D
     if FUSED:
-        a, z, at, half = _store_rotated_back(
+        a, z, at, half = _rotated_back(
             dq_ptr, dq, cos_ptr + b * rope_sb, sin_ptr + b * rope_sb, wide, in_rows, step, D, DP, BM
         )
         pair = (chunk_g * Tq + wide) * R + r
@@ -395,8 +421,9 @@ def _window_bwd_query_kernel(
             pick = tl.load(picks_ptr + token * K + slot, mask=in_rows, other=-1)
             part = part_ptr + (pair * K + slot)[:, None] * D + lane[None, :]
             chosen = half & (pick >= 0)[:, None]
-            a += tl.load(part, mask=chosen, other=0.0).to(tl.float32)
-            z += tl.load(part + D // 2, mask=chosen, other=0.0).to(tl.float32)
+            size = tl.load(part_size_ptr + pair * K + slot, mask=in_rows & (pick >= 0), other=0.0)[:, None]
+            a += size * tl.load(part, mask=chosen, other=0.0).to(tl.float32)
+            z += size * tl.load(part + D // 2, mask=chosen, other=0.0).to(tl.float32)
         tl.store(at, a.to(dq_ptr.dtype.element_ty), mask=half)
         tl.store(at + D // 2, z.to(dq_ptr.dtype.element_ty), mask=half)
     else:
@@ -427,8 +454,8 @@ def key_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     if DP <= 64:
-        return {"BM": 64, "BN": 128, "num_warps": 8, "num_stages": 2}
-    return {"BM": 64, "BN": 64, "num_warps": 8, "num_stages": 2}
+        return {"BM": 32, "BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BM": 32, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 def query_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
@@ -436,8 +463,8 @@ def query_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     if DP <= 64:
-        return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
-    return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+        return {"BM": 128, "BN": 32, "num_warps": 8, "num_stages": 3}
+    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
 
 
 def window_forward(
@@ -450,11 +477,11 @@ def window_forward(
     lse = torch.empty(B, Tq, H, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(Tq, config["BM"]) * B * H,)
     _window_fwd_kernel[grid](
-        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse,
-        *token_strides(q), *token_strides(k), *token_strides(v),
-        Tq, Tk, G, 0, 0, window or 0, query_offset, scale, 0.0,
+        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse, lse, q, lse,
+        *token_strides(q), *token_strides(k), *token_strides(v), 0, 0, 0,
+        Tq, Tk, G, 0, window or 0, query_offset, scale, 0.0,
         R=H // G, D=D, DP=DP, K=1, HAS_WINDOW=window is not None, HAS_FIRST=first_key is not None,
-        HAS_READ=False, KEEP_LOCAL=False, **config,
+        HAS_READ=False, KEEP_LOCAL=False, DELTA=False, **config,
     )  # fmt: skip
     return out, lse
 
@@ -471,16 +498,17 @@ def window_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     first = q if first_key is None else first_key
     strides = (*token_strides(q), *token_strides(k), *token_strides(v), *token_strides(d_out), 0)
-    shared = {"R": H // G, "D": D, "DP": DP, "HAS_WINDOW": window is not None, "HAS_FIRST": first_key is not None}
+    shared = {"R": H // G, "D": D, "DP": DP, "HAS_WINDOW": window is not None, "HAS_FIRST": first_key is not None,
+              "TWO": False, "FUSED": False}  # fmt: skip
     config = key_config(q.dtype, DP)
     _window_bwd_key_kernel[(triton.cdiv(Tk, config["BN"]) * B * G,)](
-        q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, *strides,
-        Tq, Tk, G, 0, 0, window or 0, query_offset, scale, FUSED=False, **shared, **config,
+        q, q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, lse, lse, *strides,
+        Tq, Tk, G, 0, 0, 0, window or 0, query_offset, scale, **shared, **config,
     )  # fmt: skip
     config = query_config(q.dtype, DP)
     _window_bwd_query_kernel[(triton.cdiv(Tq, config["BM"]) * B * H,)](
-        q, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, *strides,
-        Tq, Tk, G, 0, window or 0, query_offset, scale, K=1, FUSED=False, **shared, **config,
+        q, k, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, lse, *strides,
+        Tq, Tk, G, 0, window or 0, query_offset, scale, K=1, **shared, **config,
     )  # fmt: skip
     return dq, dk, dv
 

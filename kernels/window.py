@@ -6,7 +6,8 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head d
 import torch
 from torch import Tensor
 
-from kernels.attention import check_backend, check_heads, group_heads, masked_attention, recompute, ungroup_heads
+from kernels.attention import check_heads, group_heads, masked_attention, recompute, ungroup_heads
+from kernels.triton_tools import use_triton
 
 _BLOCK = 128  # queries computed at a time
 
@@ -36,7 +37,7 @@ def sliding_window_attention(
         first_key: int [B, Tq], the first key each query may see (where its document starts); default 0.
             A query that may see nothing yields exact zeros.
         scale: factor on the logits, default 1/sqrt(D).
-        backend: "auto" or "reference".
+        backend: "auto", "reference" or "triton".
 
     Returns:
         [B, Tq, H, D] in the dtype of `q`.
@@ -44,7 +45,7 @@ def sliding_window_attention(
     Raises:
         ValueError: shapes that do not fit, a negative window or offset, an unknown or unavailable backend.
     """
-    check_backend("sliding_window_attention", backend)
+    on_gpu = use_triton("sliding_window_attention", backend, q, k, v)
     check_heads(q, k, v)
     B, Tq, _, D = q.shape
     if window is not None and window < 0:
@@ -55,6 +56,12 @@ def sliding_window_attention(
         raise ValueError(f"first_key must be {[B, Tq]}, got {list(first_key.shape)}")
 
     scale = D**-0.5 if scale is None else scale
+    if on_gpu:
+        from kernels.triton_window import triton_window_attention
+
+        return triton_window_attention(
+            q, k, v, window=window, query_offset=query_offset, first_key=first_key, scale=scale
+        )
     newest = torch.arange(query_offset, query_offset + Tq, device=q.device)[None]  # [1, Tq]
     oldest = torch.zeros_like(newest) if window is None else newest - window
     if first_key is not None:

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -56,8 +56,10 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """
     loaded = load_recipe(recipe, overrides)
     from launch.train import train as run
+    from megatron_ext.context_parallel.layout import leave_layout
 
     run(loaded)
+    leave_layout()  # NCCL's threads would keep the process from ending
 
 
 @app.command(epilog='Example: longpitch generate runs/quickstart --prompt "def main(" --tokens 64')
@@ -91,13 +93,22 @@ def main() -> None:
     try:
         app()
     except RecipeError as error:
-        sys.exit(_fail(error, 2))
+        _end(_fail(error, 2))
     except (ValueError, OSError) as error:
-        sys.exit(_fail(error, 1))
+        _end(_fail(error, 1))
     except RuntimeError as error:
         if type(error).__module__.partition(".")[0] not in OUR_ROOMS:
             raise
-        sys.exit(_fail(error, 1))
+        _end(_fail(error, 1))
+
+
+def _end(code: int) -> NoReturn:
+    """Exit; at once when this is one rank of several: leaving a group in order waits for peers that may hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        os._exit(code)
+    sys.exit(code)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -37,9 +37,7 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(
-                f"{self.path}: another job is training in this run directory; stop it or set run_dir"
-            ) from error
+            raise ValueError(f"{self.path}: another job is training here; stop it or choose another run_dir") from error
 
     def _open_log(self) -> logging.Logger:
         log = logging.getLogger(f"longpitch.run.{self.path}.{self.rank}")

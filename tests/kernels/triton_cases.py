@@ -1,0 +1,147 @@
+"""Cases of test_triton_freesolo.py, which runs them under TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+
+import kernels.triton_cells
+import kernels.triton_freesolo
+import kernels.triton_readout
+from kernels.cells import cell_priority, choose_cells, number_cells, offered_cells, read_cells, split_cells
+from kernels.freesolo import freesolo_attention, select_cells
+from kernels.rope import rope_tables
+from kernels.window import sliding_window_attention
+from tests.numerics import assert_close, load_vector, out_and_grads
+
+RTOL = {torch.float32: 1e-5, torch.float16: 2e-3}
+ATOL = 1e-6  # gradients that are zero but for rounding
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch):
+    """Split the pairs of a cell among several programs, as long sequences do."""
+    for module in (kernels.triton_cells, kernels.triton_readout):
+        monkeypatch.setattr(module, "run_length", lambda pairs: 64)
+
+
+def compare(function, inputs, dtype=torch.float32, **kwargs):
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    d_out = torch.randn_like(inputs["q"])
+    got = out_and_grads(lambda **x: function(**x, **kwargs, backend="triton"), inputs, d_out)
+    want = out_and_grads(lambda **x: function(**x, **kwargs, backend="reference"), inputs, d_out)
+    for name in want:
+        assert_close(name, got[name], want[name], rtol=RTOL[dtype], atol=ATOL)
+
+
+def normal(**shapes):
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("B", "Tq", "Tk", "H", "G", "D", "window", "query_offset", "documents", "dtype"),
+    [
+        pytest.param(2, 70, 70, 4, 2, 32, 20, 0, False, torch.float32, id="ragged-gqa"),
+        pytest.param(1, 37, 100, 2, 1, 24, None, 50, False, torch.float32, id="dense-offset-padded-dim"),
+        pytest.param(1, 100, 120, 2, 2, 16, 40, 20, True, torch.float32, id="documents"),
+        pytest.param(1, 1, 1, 1, 1, 64, 0, 0, False, torch.float32, id="one-token"),
+        pytest.param(1, 150, 150, 2, 1, 16, 0, 0, False, torch.float16, id="only-itself"),
+        pytest.param(1, 300, 300, 1, 1, 4, 130, 0, False, torch.float16, id="tiny-dim"),
+    ],
+)
+def test_window(B, Tq, Tk, H, G, D, window, query_offset, documents, dtype):
+    first_key = torch.randint(0, Tk, (B, Tq)) if documents else None
+    inputs = normal(q=(B, Tq, H, D), k=(B, Tk, G, D), v=(B, Tk, G, D))
+    options = {"window": window, "query_offset": query_offset, "first_key": first_key}
+    compare(sliding_window_attention, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "kwargs", "dtype"),
+    [
+        pytest.param(1, 150, 2, 1, 16, {"window": 40, "query_block": 32, "top_k": 3}, torch.float32, id="fs-gqa"),
+        pytest.param(
+            2, 110, 2, 2, 24, {"window": 40, "query_block": 32, "retain": 2, "recent": 2, "lam": 0.3}, torch.float32,
+            id="fs-l-batch-padded-dim",
+        ),
+        pytest.param(1, 1, 1, 1, 64, {"window": 0, "query_block": 16}, torch.float32, id="one-token"),
+        pytest.param(1, 200, 2, 1, 32, {"window": 64, "query_block": 48, "retain": 4, "recent": 3}, torch.float16,
+                     id="fs-l-odd-block"),
+        pytest.param(1, 97, 1, 1, 16, {"window": 5, "query_block": 16, "top_k": 16, "lam": 0.0}, torch.float32,
+                     id="fewer-cells-than-k"),
+    ],
+)  # fmt: skip
+def test_freesolo(B, T, H, G, D, kwargs, dtype, monkeypatch):
+    keep_local = 2**26 if T % 2 else 0  # the backward computes the local branch again in every other case
+    monkeypatch.setattr(kernels.triton_freesolo, "_KEEP_LOCAL", keep_local)
+    inputs = normal(q=(B, T, H, D), k=(B, T, G, D), v=(B, T, G, D), alpha=(H,), gain=(D,))
+    cos, sin = rope_tables(torch.arange(T), D, 10000.0)
+    kwargs = {"cell_size": 16, "deterministic": bool(keep_local), "rope_cos": cos, "rope_sin": sin, **kwargs}
+    compare(freesolo_attention, inputs, dtype, **kwargs)
+
+
+def test_chunks_of_heads(monkeypatch):
+    chunks = kernels.triton_readout.head_chunks
+    monkeypatch.setattr(kernels.triton_freesolo, "head_chunks", lambda BG, _: chunks(BG, 1, budget=2))
+    inputs = normal(q=(1, 60, 6, 16), k=(1, 60, 3, 16), v=(1, 60, 3, 16), alpha=(6,), gain=(16,))
+    cos, sin = rope_tables(torch.arange(60), 16, 10000.0)
+    compare(freesolo_attention, inputs, window=9, cell_size=16, query_block=16, rope_cos=cos, rope_sin=sin)
+
+
+@pytest.mark.parametrize("name", ["fs_ragged", "fsl_small"])
+def test_selection_of_the_vectors(name):
+    arrays, params = load_vector(name)
+    q, k = (arrays[x][None].float() for x in ("q", "k"))
+    kwargs = {"cell_size": params["s"], "query_block": params["B"], "top_k": params["K"]}
+    kwargs |= {"retain": params.get("P"), "recent": params.get("W") or 8}
+    if params["s"] not in (16, 32, 64):
+        pytest.skip("cells of a size that the kernels do not take")
+    got = select_cells(q, k, **kwargs, sigma=params["sigma"], lam=params["lam"], backend="triton")
+    assert torch.equal(got[0], arrays["selected"].int())
+
+
+@pytest.mark.parametrize("retain", [None, 3])
+def test_ties_prefer_the_smaller_index(retain):
+    k = torch.randn(1, 16, 1, 16).repeat(1, 12, 1, 1)  # twelve equal cells
+    q = torch.randn(1, 192, 2, 16)
+    kwargs = {"cell_size": 16, "query_block": 32, "top_k": 4, "sigma": 0.5, "retain": retain, "recent": 2}
+    got = select_cells(q, k, **kwargs, backend="triton")
+    assert torch.equal(got, select_cells(q, k, **kwargs, backend="reference"))
+
+
+@pytest.mark.parametrize("retain", [None, 2])
+def test_table_of_offered_cells(retain):
+    """A later rank's table: earlier cells that were offered, with NaN under the padding, then its own."""
+    T, start, earlier, s = 192, 96, 6, 16
+    ranking = {"query_block": 48, "top_k": 2, "sigma": 4.0, "lam": 0.3, "retain": retain, "recent": 2}
+    inputs = normal(q=(1, T, 4, 16), k=(1, T, 2, 16), v=(1, T, 2, 16))
+    index = number_cells(split_cells(inputs["k"], s))
+    priority = cell_priority(split_cells(inputs["k"], s), "triton")
+    places = index[..., :earlier]
+    if retain is not None:
+        places = offered_cells(priority[..., :earlier], places, retain=retain, recent=2)
+    places = torch.cat([places, torch.full_like(places[..., :2], -1)], dim=-1)
+    table = torch.cat([places, index[..., earlier:]], dim=-1)
+
+    def cells_of(x):
+        cells = split_cells(x, s)
+        at = table.clamp(min=0)[..., None, None].expand(*table.shape, s, 16)
+        return cells.gather(2, at).masked_fill((table < 0)[..., None, None], torch.nan)
+
+    def read(q, k, v, backend):
+        return torch.cat(
+            [q[:, :start], read_cells(q[:, start:], cells_of(k), cells_of(v), table, query_start=start, **ranking,
+                                      backend=backend)], dim=1,
+        )  # fmt: skip
+
+    compare(read, inputs)
+    whole = choose_cells(inputs["q"], split_cells(inputs["k"], s), index, **ranking, backend="triton")
+    rows = inputs["q"][:, start:]
+    part = choose_cells(rows, cells_of(inputs["k"]), table, query_start=start, **ranking, backend="triton")
+    assert torch.equal(part, whole[:, start:])
+
+
+def test_sizes_that_the_kernels_refuse():
+    q = torch.randn(1, 64, 1, 16)
+    with pytest.raises(ValueError, match="16, 32, 64 or 128 tokens, got cell_size 8"):
+        select_cells(q, q, cell_size=8, query_block=16, backend="triton")
+    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
+        select_cells(q.double(), q.double(), backend="triton")
