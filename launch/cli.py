@@ -87,6 +87,23 @@ def report(
     typer.echo(f"wrote {out}")
 
 
+@app.command(epilog="Example: longpitch bench freesolo --out bench.json")
+def bench(
+    operator: Annotated[str, typer.Argument(help="freesolo", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="JSON file to write besides", show_default=False)] = None,
+) -> None:
+    """Time an operator and its memory beside SDPA on one GPU."""
+    if operator != "freesolo":
+        raise RecipeError(f"bench knows freesolo, not {operator!r}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench needs an NVIDIA GPU and torch sees none")
+    from launch.bench import bench_freesolo
+
+    bench_freesolo(json_path=out)
+
+
 def main() -> None:
     """Entry point of the console script and of `python -m launch`."""
     _keep_quiet()
