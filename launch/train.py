@@ -79,6 +79,7 @@ class Trainer:
         if client is not None:
             self.step, self.tokens = client["step"], client["tokens"]
             self.loader.load_state_dict(client["data"])
+            dist.barrier()  # a rank that is done at once must not take away what another still attaches to
         self.skipped = 0
         self.stop_signal: int | None = None
 
