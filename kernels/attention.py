@@ -5,10 +5,13 @@ Query head h reads key/value head h // R, so grouped queries are [B, G, R, T, D]
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+_Result = TypeVar("_Result")
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -50,7 +53,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     return out.masked_fill(~visible.any(-1, keepdim=True), 0)
 
 
-def recompute(function: Callable[..., Tensor], *args) -> Tensor:
+def recompute(function: Callable[..., _Result], *args) -> _Result:
     """`function(*args)`, keeping only `args` for the backward pass, which runs it again."""
     if not torch.is_grad_enabled():
         return function(*args)
