@@ -141,14 +141,31 @@ def retained_fraction(
     Returns:
         float64 scalar; 1 for FS and where nothing is available.
     """
-    starts = [start for start in range(query_start, query_start + num_queries, query_block) if start >= cell_size]
-    if retain is None or not starts:
+    first = max(query_start, -(-cell_size // query_block) * query_block)
+    starts = torch.arange(first, max(first, query_start + num_queries), query_block, device=priority.device)
+    if retain is None or starts.numel() == 0:
         return torch.ones((), dtype=torch.float64, device=priority.device)
-    fractions = []
-    for start in starts:
-        pool = offered_cells(priority, _available(index, start, cell_size), retain=retain, recent=recent)
-        fractions.append((pool >= 0).sum(dim=-1).double() / (start // cell_size))
-    return torch.stack(fractions).mean()
+    step = max(1, _MAX_PRODUCTS // max(1, recent * index.numel()))  # blocks compared at once
+    kept = [_kept(priority, index, some, cell_size, retain, recent) for some in starts.split(step)]
+    return (torch.cat(kept, dim=-1) / (starts // cell_size)).mean()
+
+
+def _kept(priority: Tensor, index: Tensor, starts: Tensor, cell_size: int, retain: int, recent: int) -> Tensor:
+    """How many cells of the table the pool holds at each block start [n]: float64 [B, G, n]."""
+    N = index.shape[-1]
+    ended = starts[:, None] // cell_size
+    available = (index[:, :, None] >= 0) & (index[:, :, None] < ended)  # [B, G, n, N]
+    count = available.sum(dim=-1, keepdim=True)
+    # the recent ones; a cell of them that `retain` available cells outdo is held for being recent alone
+    from_last = available.flip(-1).cumsum(dim=-1).flip(-1).masked_fill(~available, N + 1)
+    columns = from_last.argsort(dim=-1, stable=True)[..., : min(recent, N)]  # [B, G, n, W]
+    real = available.gather(-1, columns)
+    own = priority[:, :, None].expand(*available.shape).gather(-1, columns)[..., None]
+    other = priority[:, :, None, None]
+    earlier = torch.arange(N, device=index.device) < columns[..., None]
+    better = ((other > own) | ((other == own) & earlier)) & available[:, :, :, None]
+    extra = (real & (better.sum(dim=-1) >= retain)).sum(dim=-1)
+    return (count[..., 0].clamp(max=retain) + extra).double()
 
 
 # Selection

@@ -184,13 +184,20 @@ def _insert(best, columns, value, column, K: tl.constexpr):
 
 
 @triton.jit
+def _any(condition):
+    """Whether a condition holds for any row."""
+    return tl.max(condition.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def _rank_tiles(
-    best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, width, start, stop, ended,
-    part_step, scale, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, weight, width, start, stop, ended,
+    part_step, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     POOL: tl.constexpr, HAS_INDEX: tl.constexpr, FAR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Let the candidates start .. stop compete for the K best of each query.
 
+    Scores are in units of 1 / sqrt(D), so that adding the positional term rounds once whether erf is computed or not.
     FAR candidates come in whole tiles, all of them available, and their erf is 1 to the last bit.
     """
     lane = tl.arange(0, DP)
@@ -212,34 +219,38 @@ def _rank_tiles(
         for part in tl.static_range(1, PARTS):
             mean = tl.load(at + (PARTS - 1 - part) * part_step, mask=here, other=0.0)
             scores = dot(q, tl.trans(mean), scores)
-        weight = lam * tl.load(priority_ptr + column, mask=present, other=0.0)
+        lead = weight * tl.load(priority_ptr + column, mask=present, other=0.0)
         if FAR:
-            scores = scores * scale + weight[None, :]
+            scores += lead[None, :]
         else:
             distance = (position[:, None] - index[None, :] * S).to(tl.float32) - 0.5 * S
-            scores = scores * scale + weight[None, :] * tl.erf(distance / width)
+            scores = tl.fma(lead[None, :], tl.erf(distance / width), scores)
             scores = tl.where(present[None, :], scores, -float("inf"))
 
+        # At most K of a tile can enter. Branches, not a loop: Triton prefetches for innermost loops only.
         top = tl.max(scores, 1)
-        while tl.max((top > best[K - 1]).to(tl.int32), 0) > 0:
-            place = tl.min(tl.where(scores == top[:, None], inside[None, :], BC), 1)  # the first of equals
-            taken = inside[None, :] == place[:, None]
-            entrant = c0 + place
-            if POOL:
-                entrant = tl.max(tl.where(taken, column[None, :], -1), 1)
-            best, columns = _insert(best, columns, top, entrant, K)
-            scores = tl.where(taken, -float("inf"), scores)
-            top = tl.max(scores, 1)
+        enters = _any(top > best[K - 1])
+        for entry in tl.static_range(K):
+            if enters:
+                place = tl.min(tl.where(scores == top[:, None], inside[None, :], BC), 1)  # the first of equals
+                entrant = c0 + place
+                if POOL:
+                    entrant = tl.load(pool_ptr + entrant, mask=(place < BC) & (entrant < stop), other=-1)
+                best, columns = _insert(best, columns, top, entrant, K)
+                if entry + 1 < K:
+                    scores = tl.where(inside[None, :] == place[:, None], -float("inf"), scores)
+                    top = tl.max(scores, 1)
+                    enters = _any(top > best[K - 1])
     return best, columns
 
 
 @triton.jit
 def _select_kernel(
     q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, lists_ptr,
-    q_sb, q_st, q_sh, T, N, G, blocks, query_start, part_step, scale,
+    q_sb, q_st, q_sh, T, N, G, blocks, query_start, part_step, root_dim,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, QUERY_BLOCK: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr, HAS_INDEX: tl.constexpr,
-    COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The K best columns of each query [B, T, H, K], ascending, -1 padded; counts how often each is chosen."""
     TILES: tl.constexpr = (QUERY_BLOCK + BM - 1) // BM
@@ -264,7 +275,7 @@ def _select_kernel(
         other=0.0,
     )
     sigma = tl.load(sigma_ptr + h).to(tl.float32)
-    lam = tl.load(lam_ptr + h).to(tl.float32)
+    weight = tl.load(lam_ptr + h).to(tl.float32) * root_dim
     mean_ptr += group * N * D
     priority_ptr += group * N
     index_ptr += group * N
@@ -274,22 +285,36 @@ def _select_kernel(
     for _ in tl.static_range(K):
         best = best + (tl.full([BM], -float("inf"), tl.float32),)
         columns = columns + (tl.full([BM], -1, tl.int32),)
+    # cells that end 8 sigma or more before the block: erf(4) rounds to 1 in fp32
+    far = tl.maximum((block_start - 8.0 * sigma) / S, 0.0).to(tl.int32)
+    WHOLE: tl.constexpr = C // BC * BC if POOL else 0
     stop = N
-    far = 0
     if POOL:
         stop = C
-    elif not HAS_INDEX:
+        last = -1
+        if WHOLE > 0:
+            last = tl.load(pool_ptr + WHOLE - 1)  # the latest of the whole tiles; none if they are not full
+            if HAS_INDEX:
+                last = tl.load(index_ptr + last, mask=last >= 0, other=-1)
+        far = tl.where((last >= 0) & (last < far), WHOLE, 0)
+    elif HAS_INDEX:
+        far = 0
+    else:
         stop = tl.minimum(N, ended)
-        # cells that end 8 sigma or more before the block: erf(4) rounds to 1 in fp32
-        far = tl.maximum((block_start - 8.0 * sigma) / S, 0.0)
-        far = tl.minimum(far.to(tl.int32), stop) // BC * BC
-        best, columns = _rank_tiles(
-            best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, 0, far, ended,
-            part_step, scale, D, DP, S, K, PARTS, POOL, HAS_INDEX, True, BC,
-        )  # fmt: skip
+        far = tl.minimum(far, stop) // BC * BC
     best, columns = _rank_tiles(
-        best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, lam, 2 * sigma, far, stop, ended,
-        part_step, scale, D, DP, S, K, PARTS, POOL, HAS_INDEX, False, BC,
+        best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, weight, 2 * sigma, 0, far, ended,
+        part_step, D, DP, S, K, PARTS, POOL, HAS_INDEX, True, BC,
+    )  # fmt: skip
+    if WHOLE > 0:
+        best, columns = _rank_tiles(
+            best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, weight, 2 * sigma, far, WHOLE,
+            ended, part_step, D, DP, S, K, PARTS, POOL, HAS_INDEX, False, BC,
+        )  # fmt: skip
+        far = WHOLE
+    best, columns = _rank_tiles(
+        best, columns, q, mean_ptr, priority_ptr, index_ptr, pool_ptr, position, weight, 2 * sigma, far, stop, ended,
+        part_step, D, DP, S, K, PARTS, POOL, HAS_INDEX, False, REST,
     )  # fmt: skip
 
     pair = ((b * T + rows) * (G * R) + h) * K
@@ -393,10 +418,12 @@ def empty_summaries(k: Tensor, BG: int, N: int) -> tuple[Tensor, Tensor]:
     return mean, torch.empty(BG, N, dtype=torch.float32, device=k.device)
 
 
-def select_config(dtype: torch.dtype, query_block: int, pooled: bool) -> dict[str, int]:
-    """Queries and candidates that one step of the ranking compares."""
+def select_config(dtype: torch.dtype, query_block: int, pool: int) -> dict[str, int]:
+    """Queries and candidates that one step of the ranking compares; REST is what is left of a pool of `pool` cells."""
     BM = min(128 if dtype != torch.float32 else 64, max(16, triton.next_power_of_2(query_block)))
-    return {"BM": BM, "BC": 32 if pooled or dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 2}
+    BC = 64 if dtype != torch.float32 else 32
+    REST = max(16, triton.next_power_of_2(pool % BC)) if pool else BC
+    return {"BM": BM, "BC": BC, "REST": REST, "num_warps": 4, "num_stages": 2}
 
 
 def select(
@@ -433,10 +460,10 @@ def select(
     picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
     rank = torch.empty_like(picks) if pairs else picks
     lists = torch.zeros(BG, 3, N + 1, dtype=torch.int32, device=device)
-    config = select_config(q.dtype, query_block, pooled)
+    config = select_config(q.dtype, query_block, C if pooled else 0)
     _select_kernel[(triton.cdiv(query_block, config["BM"]) * blocks * B * H,)](
         q, mean, priority, some, pool, sigma, lam, picks, rank, lists, *token_strides(q),
-        T, N, G, blocks, query_start, mean.stride(0), D**-0.5,
+        T, N, G, blocks, query_start, mean.stride(0), D**0.5,
         R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, C=C,
         PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNT=pairs, **config,
     )  # fmt: skip

@@ -66,7 +66,8 @@ def _freesolo(
     )  # fmt: skip
     del summaries
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    local = torch.empty(q.shape if keep else (0,), dtype=q.dtype, device=q.device)
+    # fp32: the backward takes sum_d local * d_out of it, and that is a difference of large numbers
+    local = torch.empty(q.shape if keep else (0,), dtype=torch.float32, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
     parts = empty_parts(q, len(chunks[0]), R, top_k)
     config = forward_config(q.dtype, DP)
@@ -91,7 +92,7 @@ def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block
     N = T // cell_size
     return (
         q.new_empty(q.shape),
-        q.new_empty(q.shape if keep else (0,)),
+        q.new_empty(q.shape if keep else (0,), dtype=torch.float32),
         q.new_empty((B, T, H), dtype=torch.float32),
         *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k),
     )

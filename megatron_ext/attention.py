@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from kernels.cells import cell_priority, combine, read_cells, retained_fraction
+from kernels.freesolo import freesolo_attention
 from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
 from megatron_ext.context_parallel.cells import CellTable, candidate_cells
@@ -147,17 +148,26 @@ class FreeSoloAttention(_CoreAttention):
         return self
 
     def attend(self, q, k, v, context):
-        local = self.local_branch(q, k, v, context, self.window)
         pool = {"retain": self.retain, "recent": self.recent}
-        table = candidate_cells(k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool)
-        blocks = {"query_start": context.start, "query_block": self.query_block}
-        readout = read_cells(
-            q, table.k, table.v, table.index,
-            top_k=self.top_k, sigma=self.sigma, lam=self.lam, **blocks, **pool,
-        )  # fmt: skip
-        if context.measure and self.retain is not None:
-            self._measure(table, context, num_queries=q.shape[1])
+        ranking = {"top_k": self.top_k, "sigma": self.sigma, "lam": self.lam, "query_block": self.query_block, **pool}
         gain = replicated_parameter(self.gain, self.tensor_group)
+        whole = group_size(self.context_group) == 1  # one slice: the operator does all of it at once
+        measure = context.measure and self.retain is not None
+        if measure or not whole:
+            table = candidate_cells(
+                k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool
+            )
+        if measure:
+            self._measure(table, context, num_queries=q.shape[1])
+        if whole:
+            return freesolo_attention(
+                q, k, v, self.alpha, gain, context.rope_cos, context.rope_sin, window=self.window,
+                cell_size=self.cell_size, eps=self.eps, backend=self.backend, **ranking,
+            )  # fmt: skip
+        local = self.local_branch(q, k, v, context, self.window)
+        readout = read_cells(
+            q, table.k, table.v, table.index, query_start=context.start, backend=self.backend, **ranking
+        )
         return combine(local, readout, self.alpha, gain, eps=self.eps)
 
     @torch.no_grad()
