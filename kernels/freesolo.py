@@ -77,7 +77,7 @@ def freesolo_attention(
         )
     out_dtype = q.dtype
     q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
-    q_rotated, k_rotated = (apply_rope(x, rope_cos, rope_sin) for x in (q, k))
+    q_rotated, k_rotated = (apply_rope(x, rope_cos, rope_sin, backend="reference") for x in (q, k))
     local = sliding_window_attention(q_rotated, k_rotated, v, window=window, backend="reference")
     k_cells, v_cells = split_cells(k, cell_size), split_cells(v, cell_size)
     u = read_cells(q, k_cells, v_cells, number_cells(k_cells), query_block=query_block, **ranking, backend="reference")

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import compute_dtype
+from kernels.triton_rope import triton_apply_rope
+from kernels.triton_tools import use_triton
 
 
 def rope_tables(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -34,19 +36,21 @@ def rope_tables(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, 
     return angle.cos().float(), angle.sin().float()
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> Tensor:
     """Rotate every head of `x` by its position's angles.
 
     Args:
         x: queries or keys [B, T, H, D], any float dtype; less than fp32 is rotated in fp32.
         cos, sin: [T, D/2], or [B, T, D/2] where rows have their own positions.
+        backend: "auto" (Triton on CUDA, for fp64 and elsewhere the reference), "reference" or "triton".
 
     Returns:
         [B, T, H, D] in the dtype of `x`.
 
     Raises:
-        ValueError: odd D, or tables of another shape.
+        ValueError: odd D, tables of another shape, an unknown or unavailable backend.
     """
+    on_gpu = use_triton("apply_rope", backend, x)
     B, T, _, D = x.shape
     if D % 2:
         raise ValueError(f"head_dim must be even to rotate in pairs, got {D}")
@@ -54,6 +58,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape not in ((T, D // 2), (B, T, D // 2)):
             raise ValueError(f"{name} must be {expected}, got {list(table.shape)}")
+    if on_gpu:
+        return triton_apply_rope(x, cos, sin)
     dtype = compute_dtype(x)
     cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)  # [.., T, 1, D/2]
     first, second = x.to(dtype).chunk(2, dim=-1)

@@ -87,21 +87,51 @@ def report(
     typer.echo(f"wrote {out}")
 
 
-@app.command(epilog="Example: longpitch bench freesolo --out bench.json")
-def bench(
-    operator: Annotated[str, typer.Argument(help="freesolo", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="JSON file to write besides", show_default=False)] = None,
-) -> None:
-    """Time an operator and its memory beside SDPA on one GPU."""
-    if operator != "freesolo":
-        raise RecipeError(f"bench knows freesolo, not {operator!r}")
+bench = typer.Typer(no_args_is_help=True, help="Time our parts beside others', in one run on one machine.")
+app.add_typer(bench, name="bench")
+
+
+def _need_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("bench needs an NVIDIA GPU and torch sees none")
+        raise ValueError("this bench needs an NVIDIA GPU and torch sees none")
+
+
+@bench.command("freesolo", epilog="Example: longpitch bench freesolo --out bench.json")
+def freesolo_bench(
+    out: Annotated[Path | None, typer.Option(help="JSON file to write besides", show_default=False)] = None,
+) -> None:
+    """Time and memory of FreeSolo's operator beside SDPA, for 4K to 256K tokens."""
+    _need_gpu()
     from launch.bench import bench_freesolo
 
     bench_freesolo(json_path=out)
+
+
+@bench.command("step", epilog="Example: longpitch bench step recipes/freesolo_340m.yaml --micro-batch 8")
+def step_bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="attention kind to time; default: dense and the recipe's own")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(help="sequences a step", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="timed steps", min=1)] = 10,
+) -> None:
+    """Tokens a second of a recipe's whole training step, with its attention and with SDPA, and where the time goes."""
+    loaded = load_recipe(recipe, overrides)
+    _need_gpu()
+    from launch.bench_step import bench_step
+    from megatron_ext.context_parallel.layout import leave_layout
+
+    bench_step(
+        loaded,
+        tuple(kind or dict.fromkeys(["dense", loaded.model.attention.kind])),
+        micro_batch=micro_batch,
+        steps=steps,
+    )
+    leave_layout()
 
 
 def main() -> None:

@@ -7,8 +7,10 @@ with its tables, let `context_parallel` bring what earlier slices hold, and call
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.cells import cell_priority, combine, read_cells, retained_fraction
 from kernels.freesolo import freesolo_attention
@@ -86,8 +88,7 @@ class _CoreAttention(nn.Module):
 
     def local_branch(self, q, k, v, context: SequenceContext, window: int | None) -> torch.Tensor:
         """Rotated attention over the last `window` tokens, across slices."""
-        q = apply_rope(q, context.rope_cos, context.rope_sin)
-        k = apply_rope(k, context.rope_cos, context.rope_sin)
+        q, k = (apply_rope(x, context.rope_cos, context.rope_sin, backend=self.backend) for x in (q, k))
         k, v, halo = with_halo(k, v, window=window, group=self.context_group)
         first_key = None if context.first_key is None else context.first_key - (context.start - halo)
         return sliding_window_attention(
@@ -103,7 +104,22 @@ class WindowAttention(_CoreAttention):
         self.window = window
 
     def attend(self, q, k, v, context):
+        whole = group_size(self.context_group) == 1 and context.first_key is None
+        exact = torch.are_deterministic_algorithms_enabled()  # our kernel's gradients have the same bits in every run
+        if self.window is None and whole and self.backend == "auto" and q.is_cuda and not exact:
+            q, k = (apply_rope(x, context.rope_cos, context.rope_sin) for x in (q, k))
+            return _torch_attention(q, k, v)
         return self.local_branch(q, k, v, context, self.window)
+
+
+def _torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Dense causal attention [B, T, heads, D] by the fastest kernel that torch has for these inputs."""
+    fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                     SDPBackend.MATH]  # fmt: skip
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(fastest_first, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 class FreeSoloAttention(_CoreAttention):

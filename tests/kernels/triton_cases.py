@@ -8,7 +8,7 @@ import kernels.triton_freesolo
 import kernels.triton_readout
 from kernels.cells import cell_priority, choose_cells, number_cells, offered_cells, read_cells, split_cells
 from kernels.freesolo import freesolo_attention, select_cells
-from kernels.rope import rope_tables
+from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
 from tests.numerics import assert_close, load_vector, out_and_grads
 
@@ -52,6 +52,14 @@ def test_window(B, Tq, Tk, H, G, D, window, query_offset, documents, dtype):
     inputs = normal(q=(B, Tq, H, D), k=(B, Tk, G, D), v=(B, Tk, G, D))
     options = {"window": window, "query_offset": query_offset, "first_key": first_key}
     compare(sliding_window_attention, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize(("D", "rows", "dtype"), [(24, True, torch.float32), (64, False, torch.float16)])
+def test_rope(D, rows, dtype):
+    positions = torch.randint(0, 2**17, (2, 33) if rows else (33,))
+    cos, sin = rope_tables(positions, D, 10000.0)
+    q = torch.randn(2, 3, 33, D).transpose(1, 2)  # heads that are not dense in a token
+    compare(lambda q, backend: apply_rope(q, cos, sin, backend=backend), {"q": q}, dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""`longpitch bench step`: a recipe's whole training step with each attention kind, and where its time goes.
+
+One GPU, random tokens, the engine that `train` uses. "dense" is the same model with torch's own attention (SDPA).
+"""
+
+import re
+import time
+from dataclasses import replace
+from datetime import date
+
+import torch
+import triton
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.engine import ModelInput, OptimizerSettings, TrainEngine
+from megatron_ext.model import build_model, slice_context
+from recipes.schema import Recipe
+
+# names of GPU kernels -> what they do; the first that matches counts, the rest are elementwise work and norms
+GROUPS = (
+    ("attention", r"window|select|read_|prepare|pool|leave|order|offset|merge|norm_bwd|sum_runs|sum_slots|rotate"
+                  r"|flash|cudnn.*(attn|sdpa|mha)|fmha|sdpa"),
+    ("matmul", r"gemm|nvjet|cutlass|xmma|cublas"),
+    ("optimizer", r"adam|multi_tensor|l2norm"),
+    ("copies", r"memcpy|memset"),
+)  # fmt: skip
+
+
+def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, steps: int) -> list[dict]:
+    """Time training steps of one micro-batch; print and return one row a kind.
+
+    Args:
+        recipe: its model, optimizer and precision are used; data, run_dir and parallel layout are not.
+        kinds: attention kinds to put into the same model.
+        micro_batch: sequences per step.
+        steps: timed steps, after 3 to warm up; the median counts.
+    """
+    layout = init_layout(tensor=1, context=1, device="auto", timeout_seconds=recipe.parallel.timeout_seconds)
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {date.today()}"
+    length = recipe.model.seq_length
+    print(f"{recipe.model.num_layers} layers x {recipe.model.hidden_size}, {micro_batch} x {length} tokens; {where}")
+    rows = []
+    for kind in kinds:
+        row = {"kind": kind, **_measure(_with_kind(recipe, kind), layout, micro_batch, steps)}
+        rows.append(row)
+        shares = "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
+        print(
+            f"{kind:<12} {row['tokens_per_second']:>9.0f} tokens/s  {row['step_ms']:.1f} ms a step  "
+            f"peak {row['peak_gib']:.1f} GiB  ms on the GPU: {shares}",
+            flush=True,
+        )
+    return rows
+
+
+def _with_kind(recipe: Recipe, kind: str) -> Recipe:
+    return replace(recipe, model=replace(recipe.model, attention=replace(recipe.model.attention, kind=kind)))
+
+
+def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> dict:
+    engine = _engine(recipe, layout, micro_batch)
+    batch = _random_batch(recipe, layout, micro_batch)
+    for _ in range(3):
+        engine.train_step([batch])
+    torch.cuda.reset_peak_memory_stats()
+    times = sorted(_timed(engine, batch) for _ in range(steps))
+    step = times[len(times) // 2]
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.train_step([batch])
+        torch.cuda.synchronize()
+    tokens = micro_batch * recipe.model.seq_length
+    row = {
+        "tokens_per_second": tokens / step,
+        "step_ms": step * 1e3,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "ms": _by_group(trace, step * 1e3),
+    }
+    engine.close()
+    del engine
+    torch.cuda.empty_cache()
+    return row
+
+
+def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
+    train, dtype = recipe.train, torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe.model, dtype=dtype, recompute=train.recompute, fused=True)
+    settings = OptimizerSettings(
+        steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps, clip=train.clip,
+        freeze=train.freeze,
+    )  # fmt: skip
+    return TrainEngine(
+        model, layout, settings, zero_stage=recipe.parallel.zero_stage, dtype=dtype, micro_batch=micro_batch,
+        accumulation=1, loss_chunk=train.loss_chunk,
+    )  # fmt: skip
+
+
+def _random_batch(recipe: Recipe, layout: Layout, micro_batch: int) -> ModelInput:
+    shape = (micro_batch, recipe.model.seq_length)
+    tokens, labels = (torch.randint(recipe.model.vocab_size, shape, device=layout.device) for _ in range(2))
+    doc_starts = torch.zeros(shape, dtype=torch.int64, device=layout.device)
+    context = slice_context(recipe.model, doc_starts, start=0, length=shape[1])
+    return ModelInput(tokens, labels, torch.ones(shape, device=layout.device), context)
+
+
+def _timed(engine: TrainEngine, batch: ModelInput) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    engine.train_step([batch])
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _by_group(trace: profile, step_ms: float) -> dict[str, float]:
+    """GPU ms by `GROUPS`; "waiting" is what is left of the step."""
+    totals = dict.fromkeys([name for name, _ in GROUPS] + ["elementwise"], 0.0)
+    for event in trace.key_averages():
+        found = (name for name, pattern in GROUPS if re.search(pattern, event.key, re.IGNORECASE))
+        totals[next(found, "elementwise")] += event.self_device_time_total / 1e3
+    return totals | {"waiting": max(0.0, step_ms - sum(totals.values()))}
