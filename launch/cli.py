@@ -13,11 +13,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launch.convert import app as convert_app
 from recipes.load import RecipeError, load_recipe
 
 OUR_ROOMS = ("launch", "data_prep", "megatron_ext")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(convert_app, name="convert")
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML file, for example recipes/quickstart.yaml", show_default=False)]
 Overrides = Annotated[
@@ -41,7 +43,7 @@ def prep(recipe: RecipePath, overrides: Overrides = None) -> None:
     from data_prep.prep import prepare
 
     made = prepare(
-        loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.vocab_size, seed=loaded.seed
+        loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.token_rows, seed=loaded.seed
     )
     typer.echo(str(made))
 

@@ -6,6 +6,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from launch.run_directory import find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
@@ -22,14 +23,14 @@ def greedy(path: str | Path, prompts: list[str], num_tokens: int) -> list[str]:
         ValueError: no complete checkpoint, or an empty prompt.
     """
     step = checkpoint.find(path)
-    recipe = run_recipe(step.parent.parent)
-    tokenizer = AutoTokenizer.from_pretrained(str(Path(recipe.data.shards) / "tokenizer"))
+    run = step.parent.parent
+    config, tokenizer = model_of(run), AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
     if not all(prompts):
         raise ValueError("a prompt is empty; give at least one character")
     init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
     try:
-        model = load_model(recipe.model, step)
-        return [_continue(model, recipe.model, tokenizer, prompt, num_tokens) for prompt in prompts]
+        model = load_model(config, step)
+        return [_continue(model, config, tokenizer, prompt, num_tokens) for prompt in prompts]
     finally:
         leave_layout()
 

@@ -8,8 +8,10 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-from recipes.load import save_recipe
-from recipes.schema import Recipe
+from omegaconf import OmegaConf
+
+from recipes.load import read_model, save_recipe
+from recipes.schema import ModelConfig, Recipe
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "mosaicml-streaming", "omegaconf")
 
@@ -83,6 +85,22 @@ class RunDirectory:
 def read_metrics(path: Path) -> list[dict]:
     """The metrics of a run, one dict a step, without a last line that a kill cut off."""
     return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) is not None]
+
+
+def model_of(run: Path) -> ModelConfig:
+    """The model section of the recipe that a run directory keeps."""
+    return read_model(run / "recipe.yaml")
+
+
+def find_tokenizer(run: Path) -> Path:
+    """Where the tokenizer of a run lies: in the run directory itself (an import), else beside its shards."""
+    own = run / "tokenizer"
+    if own.is_dir():
+        return own
+    shards = OmegaConf.select(OmegaConf.load(run / "recipe.yaml"), "data.shards")
+    if shards is None or not (Path(shards) / "tokenizer").is_dir():
+        raise ValueError(f"{run}: neither {own} nor the tokenizer folder of its data.shards {shards} exists")
+    return Path(shards) / "tokenizer"
 
 
 def _step_of(line: str) -> int | None:

@@ -23,7 +23,7 @@ from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine
 from megatron_ext.model import build_model, slice_context
 from recipes.load import accumulation_steps, check_world
-from recipes.schema import Recipe
+from recipes.schema import ModelConfig, Recipe
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # what may differ between a checkpoint and the run that continues it
@@ -35,9 +35,9 @@ class TrainingError(RuntimeError):
     """A run that had to stop; the last checkpoint is untouched."""
 
 
-def model_facts(recipe: Recipe) -> dict:
+def model_facts(model: ModelConfig) -> dict:
     """What makes two models the same one, as complete.json keeps it."""
-    facts = asdict(recipe.model)
+    facts = asdict(model)
     for key in NOT_THE_MODEL:
         del facts[key]
     for key in NOT_THE_ATTENTION:
@@ -58,7 +58,7 @@ class Trainer:
         self.recipe = recipe
         # before any group exists: these raise the same sentence on every rank at once
         manifest = check_manifest(
-            recipe.data.shards, seq_length=recipe.model.seq_length, vocab_size=recipe.model.vocab_size
+            recipe.data.shards, seq_length=recipe.model.seq_length, vocab_size=recipe.model.token_rows
         )
         self.heldout = recipe.train.eval_sequences > 0 and "heldout" in manifest["splits"]
         parallel = recipe.parallel
@@ -124,7 +124,7 @@ class Trainer:
         )
 
     def _check_same_model(self, facts: dict) -> None:
-        saved, ours = _flat(facts["model"]), _flat(model_facts(self.recipe))
+        saved, ours = _flat(facts["model"]), _flat(model_facts(self.recipe.model))
         for key in sorted(saved.keys() | ours.keys()):
             if saved.get(key) != ours.get(key):
                 raise checkpoint.CheckpointError(
@@ -251,7 +251,7 @@ class Trainer:
         facts = {
             "tokens": self.tokens,
             "layout": checkpoint.layout_facts(self.layout, recipe.parallel.zero_stage),
-            "model": model_facts(recipe),
+            "model": model_facts(recipe.model),
         }
         client = {"step": self.step, "tokens": self.tokens, "data": self.loader.state_dict()}
         path = checkpoint.save(

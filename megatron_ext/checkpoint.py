@@ -7,6 +7,7 @@ of GPUs is read (a universal checkpoint).
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,10 +18,12 @@ from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
+from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 TAG = "state"
 MARK = "complete.json"
+WEIGHTS = "weights"  # folder of a checkpoint that holds weights only, as safetensors
 
 
 class CheckpointError(ValueError):
@@ -94,10 +97,34 @@ def save(engine: TrainEngine, folder: Path, *, step: int, facts: dict, client: d
     return target
 
 
+def save_weights(
+    checkpoint: Path, weights: Iterable[tuple[str, torch.Tensor]], facts: dict, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a checkpoint that holds weights only: what `load_weights` reads and no run can resume. One process.
+
+    Args:
+        weights: names and tensors, taken one at a time.
+        facts: "model", as of every checkpoint, and whatever else complete.json shall keep.
+        shard_bytes: the most that waits in memory to be written, and the size of one file.
+    """
+    writer = ShardWriter(checkpoint / WEIGHTS, shard_bytes=shard_bytes)
+    for name, tensor in weights:
+        writer.add(name, tensor)
+    writer.close()
+    for path in [*(checkpoint / WEIGHTS).iterdir(), checkpoint / WEIGHTS]:
+        _sync(path)
+    whole = {"world": 1, "tensor": 1, "context": 1, "zero_stage": 0, "weights_only": True}
+    _mark_complete(checkpoint, {"step": 0, "tokens": 0, "layout": whole} | facts)
+
+
 def _publish(partial: Path, target: Path, facts: dict) -> None:
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     partial.rename(target)
+    _mark_complete(target, facts)
+
+
+def _mark_complete(target: Path, facts: dict) -> None:
     aside = target / (MARK + ".partial")
     aside.write_text(json.dumps(facts, indent=1))
     _sync(aside)
@@ -130,6 +157,11 @@ def needs_universal(facts: dict, layout: Layout, zero_stage: int) -> bool:
         CheckpointError: no way leads from that layout to this one.
     """
     saved = facts["layout"]
+    if saved.get("weights_only"):
+        raise CheckpointError(
+            "run_dir holds a checkpoint of weights only, from which no run can go on: name it as model.init_from and "
+            "choose another run_dir"
+        )
     if saved["tensor"] != layout.tensor:
         raise CheckpointError(
             f"it was saved with parallel.tensor {saved['tensor']} and this run has {layout.tensor}; set it back"
@@ -193,6 +225,7 @@ def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: ranks loaded different weights from it; is the folder on a shared disk?")
 
 
+@torch.no_grad()
 def load_weights(model: LanguageModel, checkpoint: Path) -> None:
     """Fill a whole (not sharded, not tensor-parallel) model with the fp32 weights of a checkpoint of any ZeRO stage.
 
@@ -201,15 +234,30 @@ def load_weights(model: LanguageModel, checkpoint: Path) -> None:
     Raises:
         CheckpointError: tensor-parallel checkpoint, other constants, or weights that do not fit.
     """
-    facts = read_facts(checkpoint)
-    tensor = facts["layout"]["tensor"]
-    if tensor != 1:
-        raise CheckpointError(f"{checkpoint}: its weights are cut over {tensor} tensor-parallel ranks; only 1 is read")
-    state = deepspeed_compat.consolidated_weights(checkpoint, TAG, facts["layout"]["zero_stage"])
-    own = {name: value for name, value in model.state_dict().items() if value is not None}
-    for name, value in own.items():
-        _check_fit(checkpoint, name, value, state.get(name))
-    model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False)
+    state = stored_weights(checkpoint)
+    for name, own in model.state_dict().items():
+        if own is None:
+            continue
+        saved = state.get(name)
+        _check_fit(checkpoint, name, own, saved)
+        if saved is not None:
+            own.copy_(saved)
+
+
+def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+    """The weights of a checkpoint by name: fp32 after ZeRO 1-3, else as stored. Each is put together when asked for.
+
+    Raises:
+        CheckpointError: a tensor-parallel checkpoint.
+    """
+    layout = read_facts(checkpoint)["layout"]
+    if layout.get("weights_only"):
+        return StoredWeights(checkpoint / WEIGHTS)
+    if layout["tensor"] != 1:
+        raise CheckpointError(
+            f"{checkpoint}: its weights are cut over {layout['tensor']} tensor-parallel ranks; only 1 is read"
+        )
+    return deepspeed_compat.consolidated_weights(checkpoint, TAG, layout["zero_stage"])
 
 
 def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -217,12 +218,30 @@ def drop_step(engine) -> None:
     engine.skipped_steps += 1
 
 
-def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int) -> dict[str, torch.Tensor]:
-    """fp32 weights and buffers of a checkpoint, put together on the CPU from the shards of all ranks."""
+class _GatheredWeights(Mapping[str, torch.Tensor]):
+    """Weights that DeepSpeed gathers from the files of all ranks, each when it is asked for."""
+
+    def __init__(self, lazy: dict):
+        self._lazy = lazy
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._lazy[name].contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lazy)
+
+    def __len__(self) -> int:
+        return len(self._lazy)
+
+
+def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int) -> Mapping[str, torch.Tensor]:
+    """Weights and buffers of a checkpoint on the CPU: fp32 from the shards of all ranks; stage 0 as they trained."""
     if zero_stage == 0:
-        state = torch.load(checkpoint / tag / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
+        file = checkpoint / tag / "mp_rank_00_model_states.pt"
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         return {name: value for name, value in state["module"].items() if value is not None}
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()):
-        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag, lazy_mode=True)
+    return _GatheredWeights(lazy)

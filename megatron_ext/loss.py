@@ -12,14 +12,14 @@ from megatron_ext.context_parallel.collectives import Group, all_reduce, group_r
 
 
 def _chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group
+    logits: torch.Tensor, labels: torch.Tensor, first_row: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """nll [n], probabilities [n, v] of this rank's vocabulary rows, and where the labels lie in them."""
     rows = logits.shape[1]
     peak = all_reduce(logits.amax(dim=1), group, "loss", dist.ReduceOp.MAX)
     exp = (logits - peak[:, None]).exp_()
     total = all_reduce(exp.sum(dim=1), group, "loss")
-    local = labels - group_rank(group) * rows
+    local = labels - first_row
     mine = (local >= 0) & (local < rows)
     local = local.clamp(0, rows - 1)
     target = logits.gather(1, local[:, None]).squeeze(1).masked_fill(~mine, 0.0)
@@ -29,7 +29,9 @@ def _chunk_loss(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, token_weights, chunk: int, group: Group, grad_enabled: bool):
+    def forward(
+        ctx, hidden, weight, labels, token_weights, chunk: int, first_row: int, group: Group, grad_enabled: bool
+    ):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # needs_input_grad says nothing of no_grad, and inside forward grad mode is always off
         with_grad = grad_enabled and any(ctx.needs_input_grad[:2])
@@ -39,7 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for at in range(0, hidden.shape[0], chunk):
             h, y, w = (x[at : at + chunk] for x in (hidden, labels, token_weights))
-            nll, d_logits, local, mine = _chunk_loss((h @ weight.t()).to(wide), y, group)
+            nll, d_logits, local, mine = _chunk_loss((h @ weight.t()).to(wide), y, first_row, group)
             loss += (nll * w).sum()
             if with_grad:
                 d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(wide))
@@ -57,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, d_loss):
         d_hidden, d_weight = ctx.saved_tensors
         d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
-        return (d_hidden * d_loss).to(d_hidden.dtype), d_weight, None, None, None, None, None
+        return (d_hidden * d_loss).to(d_hidden.dtype), d_weight, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -67,6 +69,7 @@ def linear_cross_entropy(
     token_weights: torch.Tensor,
     *,
     chunk: int,
+    first_row: int | None = None,
     tensor_group: Group = None,
 ) -> torch.Tensor:
     """sum over tokens of token_weight * -log softmax(hidden @ weight^T)[label].
@@ -75,10 +78,14 @@ def linear_cross_entropy(
         hidden: [N, width]. weight: [V or this rank's V/tp rows, width], same dtype as hidden.
         labels: [N] int64 in [0, V). token_weights: [N]; 0 leaves a token out.
         chunk: tokens whose logits exist at a time.
+        first_row: the label that this rank's first row stands for; None: all ranks hold equally many.
         tensor_group: the ranks that share the vocabulary, or None.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs).
     """
     grad_enabled = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, tensor_group, grad_enabled)
+    first_row = group_rank(tensor_group) * weight.shape[0] if first_row is None else first_row
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, token_weights, chunk, first_row, tensor_group, grad_enabled
+    )

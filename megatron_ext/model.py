@@ -6,7 +6,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.attention import SequenceContext, sequence_context
-from megatron_ext.context_parallel.collectives import Group
+from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
 from megatron_ext.specs import layer_spec
 from recipes.schema import ModelConfig
@@ -15,9 +15,17 @@ from recipes.schema import ModelConfig
 class LanguageModel(GPTModel):
     """GPT without position embedding (RoPE is the attention's); returns the weighted loss, or logits."""
 
-    def __init__(self, *args, tensor_group: Group = None, **kwargs):
+    def __init__(self, *args, token_rows: int, tensor_group: Group = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.tensor_group = tensor_group
+        per_rank = self.vocab_size // group_size(tensor_group)
+        self.first_row = group_rank(tensor_group) * per_rank
+        self.own_rows = min(per_rank, token_rows - self.first_row)  # of this rank; the rest is padding
+        if self.own_rows < 1:
+            raise ValueError(
+                f"model.vocab_tokens {token_rows} leaves tensor-parallel rank {group_rank(tensor_group)} nothing of "
+                f"model.vocab_size {self.vocab_size} but padding; lower model.vocab_size"
+            )
 
     def output_weight(self) -> torch.nn.Parameter:
         """The rows that hidden states are multiplied by: the embedding's when tied, else the output layer's."""
@@ -40,16 +48,22 @@ class LanguageModel(GPTModel):
             loss_chunk: tokens whose logits exist at a time.
 
         Returns:
-            sum of weight * nll over this slice (scalar), or logits [B, T, V or this rank's V/tp].
+            sum of weight * nll over this slice (scalar), or logits [B, T, V or this rank's V/tp], padding left out.
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)  # [T, B, width]
-        weight = self.output_weight()
+        weight = self.output_weight()[: self.own_rows]
         if labels is None:
             return (hidden @ weight.t()).transpose(0, 1)
         flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         return linear_cross_entropy(
-            flat, weight, labels.reshape(-1), weights.reshape(-1), chunk=loss_chunk, tensor_group=self.tensor_group
+            flat,
+            weight,
+            labels.reshape(-1),
+            weights.reshape(-1),
+            chunk=loss_chunk,
+            first_row=self.first_row,
+            tensor_group=self.tensor_group,
         )
 
 
@@ -110,8 +124,16 @@ def build_model(
         max_sequence_length=model.seq_length,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="none",
+        token_rows=model.token_rows,
         tensor_group=tensor_group,
     )
+
+
+def weight_shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    """Name and shape of every weight and buffer of a whole model, without its memory."""
+    with torch.device("meta"):
+        state = build_model(model).state_dict()
+    return {name: value.shape for name, value in state.items() if value is not None}
 
 
 def slice_context(

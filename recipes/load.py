@@ -6,7 +6,18 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.schema import ATTENTION_KINDS, BACKENDS, BAD_DOCUMENT_POLICIES, DEVICES, PRECISIONS, ParallelConfig, Recipe
+from recipes.schema import (
+    ATTENTION_KINDS,
+    BACKENDS,
+    BAD_DOCUMENT_POLICIES,
+    DEVICES,
+    PRECISIONS,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 
 
 class RecipeError(ValueError):
@@ -83,6 +94,43 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise RecipeError for values that the types allow and the model, the layout or the optimisation does not."""
     for check in (_check_choices, _check_positive, _check_model, _check_parallel, _check_train):
         check(recipe)
+
+
+def check_model(model: ModelConfig) -> None:
+    """`check_recipe` of a model section that belongs to no training run yet."""
+    train = TrainConfig(steps=1, tokens_per_step=model.seq_length, lr=0.0, min_lr=0.0)
+    check_recipe(Recipe(run_dir="", model=model, data=DataConfig(shards=""), train=train))
+
+
+def override_model(model: ModelConfig, overrides: list[str]) -> ModelConfig:
+    """A copy of a model section with `model.key=value` overrides.
+
+    Raises:
+        RecipeError: a key of another section, an unknown one, or a value of the wrong type.
+    """
+    for override in overrides:
+        if not override.startswith("model."):
+            raise RecipeError(f"override {override!r}: only keys of the model section can be set here")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe(model=model)), _parse(overrides))
+        return OmegaConf.to_object(merged.model)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise RecipeError(_one_sentence(error)) from error
+
+
+def read_model(path: Path) -> ModelConfig:
+    """The model section of a resolved recipe, whatever else the file holds or lacks.
+
+    Raises:
+        RecipeError: it cannot be read, or is of another version.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path).model)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{path}: model.{_one_sentence(error)}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise RecipeError(f"{path}: no model section can be read there ({_one_line(error)})") from error
 
 
 def _refuse(key: str, value: object, reason: str) -> None:

@@ -48,6 +48,7 @@ class ModelConfig:
     head_dim: int | None = None  # None: hidden_size / num_heads
     ffn_size: int = MISSING
     vocab_size: int = MISSING  # rows of the embedding; at least the tokenizer's vocabulary
+    vocab_tokens: int | None = None  # rows that stand for tokens; None: all. The others pad: never predicted
     seq_length: int = MISSING  # tokens
     tie_embeddings: bool = True
     qkv_bias: bool = False
@@ -56,6 +57,11 @@ class ModelConfig:
     init_std: float = 0.02
     init_from: str | None = None  # run directory (or one of its checkpoints) whose weights this run starts from
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of the embedding that stand for tokens."""
+        return self.vocab_size if self.vocab_tokens is None else self.vocab_tokens
 
 
 @dataclass

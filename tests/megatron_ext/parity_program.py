@@ -20,7 +20,8 @@ from recipes.schema import AttentionConfig, ModelConfig
 
 BLOCK = 16
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=48, vocab_size=64, seq_length=200,
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=48, vocab_size=80, seq_length=200,
+    vocab_tokens=64,  # the second of two tensor ranks holds padding besides
     qkv_bias=True, init_std=0.3,
     attention=AttentionConfig(cell_size=4, query_block=BLOCK, top_k=3, retain=5, recent=3, window=20, alpha_init=0.7),
 )  # fmt: skip

@@ -1,0 +1,75 @@
+"""From Hugging Face into a sharded training run and out again: ZeRO-3 on two ranks loses no tensor and no value."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep.heldout import EvalReader
+from launch.conversion import export_model, import_model
+from launch.run_directory import model_of
+from megatron_ext.weights import StoredWeights
+from tests.distributed import run_ranks
+from tests.launch.hugging_face_models import FAMILIES, write_model
+
+FROZEN = r"train.freeze=['mlp\.']"
+
+
+def settings_of(run: Path) -> list[str]:
+    """Overrides that give a recipe the model of an imported run, at the length of the shards."""
+    model = asdict(model_of(run)) | {"seq_length": 80}
+    attention = model.pop("attention")
+    flat = {f"model.{key}": value for key, value in model.items()}
+    flat |= {f"model.attention.{key}": value for key, value in attention.items()}
+    return [f"{key}={'null' if value is None else value}" for key, value in flat.items()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shards) -> dict:
+    """Imported models trained on two ranks in one launch: `still` with learning rate 0, `moved` for three steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = []
+    for name in ("qwen2-tied", "qwen3-wide-heads"):
+        source = write_model(folder / name, FAMILIES[name])
+        run = import_model(source, folder / f"{name}-imported", "dense", ["model.vocab_size=320"])
+        common = [*settings_of(run), f"data.shards={shards}", "parallel.zero_stage=3", FROZEN]
+        still = [f"run_dir={folder / name}-still", "train.lr=0", "train.min_lr=0", "train.steps=1"]
+        moved = [f"run_dir={folder / name}-moved", "train.steps=4", "train.recall_beta=0"]
+        jobs += [{"name": f"{name}-still", "settings": [*common, *still]}]
+        jobs += [{"name": f"{name}-moved", "settings": [*common, *moved]}]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    return run_ranks("tests.launch.train_program", 2, str(path)) | {"folder": folder}
+
+
+def export(trained: dict, name: str, tmp_path: Path) -> Path:
+    return export_model(
+        trained["folder"] / name, tmp_path / "out", dtype="stored", max_positions=None, shard_bytes=1 << 30
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-wide-heads"])
+def test_start_weights_come_back_bit_for_bit(trained, tmp_path, name):
+    got, want = StoredWeights(export(trained, f"{name}-still", tmp_path)), StoredWeights(trained["folder"] / name)
+    assert set(got) == set(want)
+    for key in want:
+        assert got[key].numel() > 0 and torch.equal(got[key], want[key]), key
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-wide-heads"])
+def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_path, name):
+    found = trained[f"{name}-moved"]
+    assert found["losses"][-1] < found["losses"][0]
+    model = AutoModelForCausalLM.from_pretrained(export(trained, f"{name}-moved", tmp_path)).eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in EvalReader(shards, micro_batch=2, max_sequences=4):
+            nll = torch.nn.functional.cross_entropy(
+                model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="none"
+            )
+            weights = batch.weights.flatten()
+            sums += torch.stack(((nll * weights).double().sum(), weights.double().sum()))
+    assert (sums[0] / sums[1]).item() == pytest.approx(found["heldout"], rel=1e-5)
