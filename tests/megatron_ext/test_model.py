@@ -28,7 +28,7 @@ def alone():
 
 
 def random_tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(MODEL.vocab_size, shape)
+    return torch.randint(MODEL.token_rows, shape)
 
 
 def logits_of(model: LanguageModel, case: ModelConfig, tokens: torch.Tensor, starts=None) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_packed_documents_equal_each_alone(alone, kind):
     case = document_case(kind)
     model = build(case, alone)
     tokens, starts = packed()
-    d_logits = torch.randn(1, tokens.shape[1], MODEL.vocab_size, dtype=torch.float64)
+    d_logits = torch.randn(1, tokens.shape[1], MODEL.token_rows, dtype=torch.float64)
     together = logits_of(model, case, tokens, starts)
     apart = torch.cat([logits_of(model, case, document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
     assert_close("logits", together, apart, rtol=RTOL[torch.float64])
@@ -163,7 +163,7 @@ def test_short_sequences(alone, kind, length):
     case = config(kind, 70, 20, False)
     model = build(case, alone)
     out = logits_of(model, case, random_tokens(2, length))
-    assert out.shape == (2, length, MODEL.vocab_size)
+    assert out.shape == (2, length, MODEL.token_rows)
     gradient = gradients(model, out.square().sum())
     assert all(value.isfinite().all() for value in gradient.values())
     for name in gradient:
