@@ -24,18 +24,19 @@ from kernels.triton_tools import dot, padded_dim, rotate_pair, token_strides
 
 NEVER = tl.constexpr(2**30)
 TILE = 64  # pairs that one step of the readout takes; the pairs of each cell start at a multiple of it
+COUNTERS = 8  # per cell, by query block: when all queries want one cell, their atomic additions wait for each other
 
 
 @triton.jit
 def _prepare_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_grad_ptr, k_grad_ptr, mean_ptr, priority_ptr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, mean_ptr, priority_ptr,
     q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, rope_sb, T, N, G, head_start, part_step,
     R: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr,
-    ROTATE: tl.constexpr, TWO: tl.constexpr, SUMMARISE: tl.constexpr,
+    ROTATE: tl.constexpr, SUMMARISE: tl.constexpr,
 ):  # fmt: skip
     """One cell of one kv head: its mean key and priority, and the rotation of its keys and queries.
 
-    Rotated rows go to a chunk of heads, [heads, R, T, D] and [heads, T, D], and if TWO once more in another dtype.
+    Rotated rows go to a chunk of heads, [heads, R, T, D] and [heads, T, D].
     """
     HALF: tl.constexpr = (D + 1) // 2
     cells = tl.cdiv(T, S)
@@ -72,9 +73,6 @@ def _prepare_kernel(
         at = (chunk_g * T + token)[:, None] * D + lane[None, :]
         tl.store(k_out_ptr + at, first.to(k_out_ptr.dtype.element_ty), mask=low)
         tl.store(k_out_ptr + at + HALF, second.to(k_out_ptr.dtype.element_ty), mask=high)
-        if TWO:
-            tl.store(k_grad_ptr + at, first.to(k_grad_ptr.dtype.element_ty), mask=low)
-            tl.store(k_grad_ptr + at + HALF, second.to(k_grad_ptr.dtype.element_ty), mask=high)
         for r in range(R):
             at = q_ptr + b * q_sb + (g * R + r) * q_sh + token[:, None] * q_st + lane[None, :]
             first = tl.load(at, mask=low, other=0.0).to(tl.float32)
@@ -83,9 +81,6 @@ def _prepare_kernel(
             at = ((chunk_g * R + r) * T + token)[:, None] * D + lane[None, :]
             tl.store(q_out_ptr + at, first.to(q_out_ptr.dtype.element_ty), mask=low)
             tl.store(q_out_ptr + at + HALF, second.to(q_out_ptr.dtype.element_ty), mask=high)
-            if TWO:
-                tl.store(q_grad_ptr + at, first.to(q_grad_ptr.dtype.element_ty), mask=low)
-                tl.store(q_grad_ptr + at + HALF, second.to(q_grad_ptr.dtype.element_ty), mask=high)
 
 
 @triton.jit
@@ -246,13 +241,16 @@ def _rank_tiles(
 
 @triton.jit
 def _select_kernel(
-    q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, lists_ptr,
+    q_ptr, mean_ptr, priority_ptr, index_ptr, pool_ptr, sigma_ptr, lam_ptr, picks_ptr, rank_ptr, counts_ptr,
     q_sb, q_st, q_sh, T, N, G, blocks, query_start, part_step, root_dim,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, QUERY_BLOCK: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, POOL: tl.constexpr, HAS_INDEX: tl.constexpr,
-    COUNT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, REST: tl.constexpr,
+    COUNTERS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """The K best columns of each query [B, T, H, K], ascending, -1 padded; counts how often each is chosen."""
+    """The K best columns of each query [B, T, H, K], ascending, -1 padded.
+
+    With COUNTERS > 0 counts how often each is chosen [BG, COUNTERS, N], and keeps the count that each pair met.
+    """
     TILES: tl.constexpr = (QUERY_BLOCK + BM - 1) // BM
     pid = tl.program_id(0)
     tile = pid % TILES
@@ -329,22 +327,31 @@ def _select_kernel(
                     before = before | (column < 0)
                 place += before.to(tl.int32)
         tl.store(picks_ptr + pair + place, column, mask=in_rows)
-        if COUNT:
-            rank = tl.atomic_add(lists_ptr + group * 3 * (N + 1) + column, 1, mask=real, sem="relaxed")
+        if COUNTERS > 0:
+            count = counts_ptr + (group * COUNTERS + block % COUNTERS) * N + column
+            rank = tl.atomic_add(count, 1, mask=real, sem="relaxed")
             tl.store(rank_ptr + pair + place, rank, mask=real)
 
 
 @triton.jit
-def _offset_kernel(lists_ptr, N, TILE: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr):
-    """Fill the offsets and extra runs of `Choice.lists` from its counts."""
+def _offset_kernel(
+    counts_ptr, lists_ptr, N, COUNTERS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr
+):
+    """Fill `Choice.lists` from the counts, which become offsets within their cell."""
+    counts = counts_ptr + tl.program_id(0).to(tl.int64) * COUNTERS * N
     base = lists_ptr + tl.program_id(0).to(tl.int64) * 3 * (N + 1)
     offset = tl.program_id(0).to(tl.int64) * 0
     extra = offset
     for n0 in range(0, N + 1, BN):
         n = n0 + tl.arange(0, BN)
-        count = tl.load(base + n, mask=n < N, other=0)
+        count = tl.zeros([BN], tl.int32)
+        for counter in tl.static_range(COUNTERS):
+            share = tl.load(counts + counter * N + n, mask=n < N, other=0)
+            tl.store(counts + counter * N + n, count, mask=n < N)
+            count += share
         size = ((count + TILE - 1) // TILE * TILE).to(tl.int64)
         runs = (tl.maximum(count + RUN - 1, RUN) // RUN - 1).to(tl.int64)
+        tl.store(base + n, count, mask=n <= N)
         tl.store(base + (N + 1) + n, (offset + tl.cumsum(size, 0) - size).to(tl.int32), mask=n <= N)
         tl.store(base + 2 * (N + 1) + n, (extra + tl.cumsum(runs, 0) - runs).to(tl.int32), mask=n <= N)
         offset += tl.sum(size, 0)
@@ -353,9 +360,13 @@ def _offset_kernel(lists_ptr, N, TILE: tl.constexpr, RUN: tl.constexpr, BN: tl.c
 
 @triton.jit
 def _order_kernel(
-    picks_ptr, rank_ptr, lists_ptr, order_ptr, T, N, G, capacity, R: tl.constexpr, K: tl.constexpr, BP: tl.constexpr
-):
-    """Put each pair (query, head, slot), numbered within its kv head, where its cell's pairs lie."""
+    picks_ptr, rank_ptr, counts_ptr, lists_ptr, order_ptr, T, N, G, capacity, R: tl.constexpr, K: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr, COUNTERS: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Put each pair (query, head, slot), numbered within its kv head, where its cell's pairs lie.
+
+    A pair's rank is its place within its cell, or with COUNTERS > 0 within its cell's counter.
+    """
     pairs = T * R * K
     tiles = tl.cdiv(pairs, BP)
     pid = tl.program_id(0)
@@ -367,6 +378,9 @@ def _order_kernel(
     real = column >= 0
     offset = lists_ptr + group * 3 * (N + 1) + N + 1
     place = tl.load(offset + column, mask=real, other=0) + tl.load(rank_ptr + at, mask=real, other=0)
+    if COUNTERS > 0:
+        counter = pair // (R * K) // QUERY_BLOCK % COUNTERS
+        place += tl.load(counts_ptr + (group * COUNTERS + counter) * N + column, mask=real, other=0)
     tl.store(order_ptr + group * capacity + place, pair, mask=real)
 
 
@@ -397,18 +411,18 @@ def cell_strides(k: Tensor, cell_size: int) -> tuple[int, int, int, int]:
 def prepare(
     q: Tensor, k: Tensor, strides: tuple[int, int, int, int], T: int, N: int, G: int, cell_size: int,
     *, summaries: tuple[Tensor, Tensor] | None = None, rope: tuple[Tensor, Tensor] | None = None,
-    rotated: tuple[Tensor, ...] | None = None, heads: range,
+    rotated: tuple[Tensor, Tensor] | None = None, heads: range,
 ) -> None:  # fmt: skip
-    """Fill `summaries` (mean parts [PARTS, BG, N, D], priority [BG, N]), `rotated` q and k (twice), or both."""
+    """Fill `summaries` (mean parts [PARTS, BG, N, D], priority [BG, N]), `rotated` q and k, or both."""
     D, R = k.shape[-1], q.shape[2] // G
     mean, priority = summaries or (k, k)
     cos, sin = rope or (k, k)
-    q_out, k_out, q_grad, k_grad = (*(rotated or (k, k)), k, k)[:4]
+    q_out, k_out = rotated or (k, k)
     _prepare_kernel[(triton.cdiv(T, cell_size) * len(heads),)](
-        q, k, cos, sin, q_out, k_out, q_grad, k_grad, mean, priority, *token_strides(q), *strides,
+        q, k, cos, sin, q_out, k_out, mean, priority, *token_strides(q), *strides,
         cos.stride(0) if cos.dim() == 3 else 0, T, N, G, heads.start, mean.stride(0),
         R=R, D=D, HP=padded_dim(D) // 2, S=cell_size, PARTS=mean_parts(k.dtype),
-        ROTATE=rope is not None, TWO=rotated is not None and len(rotated) == 4, SUMMARISE=summaries is not None,
+        ROTATE=rope is not None, SUMMARISE=summaries is not None,
         num_warps=2,
     )  # fmt: skip
 
@@ -420,8 +434,8 @@ def empty_summaries(k: Tensor, BG: int, N: int) -> tuple[Tensor, Tensor]:
 
 def select_config(dtype: torch.dtype, query_block: int, pool: int) -> dict[str, int]:
     """Queries and candidates that one step of the ranking compares; REST is what is left of a pool of `pool` cells."""
-    BM = min(128 if dtype != torch.float32 else 64, max(16, triton.next_power_of_2(query_block)))
-    BC = 64 if dtype != torch.float32 else 32
+    BM = min(64 if dtype == torch.float32 or not pool else 128, max(16, triton.next_power_of_2(query_block)))
+    BC = 32 if dtype == torch.float32 or pool else 64
     REST = max(16, triton.next_power_of_2(pool % BC)) if pool else BC
     return {"BM": BM, "BC": BC, "REST": REST, "num_warps": 4, "num_stages": 2}
 
@@ -449,33 +463,51 @@ def select(
     if pooled:
         C = retain + recent
         leave = torch.empty(BG, N, dtype=torch.int32, device=device)
-        _leave_kernel[(triton.cdiv(N, 16) * BG,)](
-            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=16, BJ=256, num_warps=4
+        _leave_kernel[(triton.cdiv(N, 8) * BG,)](
+            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=8, BJ=256, num_warps=4
         )
         pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=device)
         _pool_kernel[(blocks * BG,)](
             some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
-            CP=triton.next_power_of_2(C), HAS_INDEX=has_index, BJ=1024, num_warps=4,
+            CP=triton.next_power_of_2(C), HAS_INDEX=has_index, BJ=512, num_warps=4,
         )  # fmt: skip
     picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
     rank = torch.empty_like(picks) if pairs else picks
-    lists = torch.zeros(BG, 3, N + 1, dtype=torch.int32, device=device)
+    lists = torch.empty(BG, 3, N + 1, dtype=torch.int32, device=device)
+    counts = torch.zeros(BG, COUNTERS, N, dtype=torch.int32, device=device) if pairs else lists
     config = select_config(q.dtype, query_block, C if pooled else 0)
     _select_kernel[(triton.cdiv(query_block, config["BM"]) * blocks * B * H,)](
-        q, mean, priority, some, pool, sigma, lam, picks, rank, lists, *token_strides(q),
+        q, mean, priority, some, pool, sigma, lam, picks, rank, counts, *token_strides(q),
         T, N, G, blocks, query_start, mean.stride(0), D**0.5,
         R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, C=C,
-        PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNT=pairs, **config,
+        PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNTERS=COUNTERS if pairs else 0, **config,
     )  # fmt: skip
     if not pairs:
         return Choice(picks, picks, lists)
-    _offset_kernel[(BG,)](lists, N, TILE=TILE, RUN=run_length(T * R * K), BN=1024, num_warps=4)
+    _offset_kernel[(BG,)](
+        counts, lists, N, COUNTERS=COUNTERS, TILE=TILE, RUN=run_length(T * R * K), BN=1024, num_warps=4
+    )
     capacity = order_capacity(T * R * K, N)
     order = torch.full((BG, capacity), -1, dtype=torch.int32, device=device)
-    if deterministic and N > 0:
+    sort = deterministic and N > 0
+    if sort:
         rank = _sorted_rank(picks, lists[:, 0, :N], G)
     _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
-        picks, rank, lists, order, T, N, G, capacity, R=R, K=K, BP=1024, num_warps=4
+        picks,
+        rank,
+        counts,
+        lists,
+        order,
+        T,
+        N,
+        G,
+        capacity,
+        R=R,
+        K=K,
+        QUERY_BLOCK=query_block,
+        COUNTERS=0 if sort else COUNTERS,
+        BP=1024,
+        num_warps=4,
     )
     return Choice(picks, order, lists)
 

@@ -109,15 +109,14 @@ def _freesolo_backward(
     choice = Choice(picks, order, lists)
     (B, T, H, D), G, K = q.shape, k.shape[2], picks.shape[3]
     BG, R, N, DP, device = B * G, H // G, T // cell_size, padded_dim(D), q.device
-    two, fine = fine_dtype(q.dtype) != q.dtype, q.dtype != torch.float32
-    chunks = head_chunks(BG, T * D * (q.element_size() * (R * K + 3 * R + 2) + 8))
+    chunks = head_chunks(BG, T * D * (q.element_size() * (R * K + 3 * R + 1) + 8))
     rotated = _empty_rotated(q, k, len(chunks[0]), fine_dtype(q.dtype))
-    again = _empty_rotated(q, k, len(chunks[0]), q.dtype) if two else rotated
     parts = empty_parts(q, len(chunks[0]), R, K)
     shares = empty_shares(q, len(chunks[0]), R, K, N, cell_size)
     du, rest = (torch.empty(len(chunks[0]), T, R, D, dtype=q.dtype, device=device) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     lse_u, delta_u, delta = (torch.empty_like(lse) for _ in range(3))
+    bound = torch.zeros(BG, 2, dtype=torch.float32, device=device)
     tiles = triton.cdiv(T, NORM_ROWS)
     d_alpha = torch.empty(B, H, tiles, dtype=torch.float32, device=device)
     d_gain = torch.empty(B * H * tiles, D, dtype=torch.float32, device=device)
@@ -126,8 +125,7 @@ def _freesolo_backward(
     rope_step = cos.stride(0) if cos.dim() == 3 else 0
     shape = {"R": R, "D": D, "DP": DP, "HAS_WINDOW": True, "HAS_FIRST": False}
     for heads in chunks:
-        prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), heads=heads,
-                rotated=(*rotated, *again) if two else rotated)  # fmt: skip
+        prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), heads=heads, rotated=rotated)
         if local.numel() == 0:
             config = forward_config(q.dtype, DP)
             _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
@@ -136,20 +134,20 @@ def _freesolo_backward(
                 K=K, HAS_READ=False, KEEP_LOCAL=False, DELTA=True, **shape, **config,
             )  # fmt: skip
         read_forward(q, k, v, strides, v_strides, choice, parts, G, cell_size, heads)
-        norm_backward(parts, picks, local, d_out, alpha, gain, (du, rest, lse_u, delta_u, delta, d_alpha, d_gain), G,
-                      eps, heads)  # fmt: skip
+        norm_backward(parts, picks, local, d_out, v, alpha, gain,
+                      (du, rest, lse_u, delta_u, delta, d_alpha, d_gain, bound), G, eps, heads)  # fmt: skip
         read_backward(q, k, v, strides, v_strides, du, (T * R * D, 0, 0, R * D, D), lse_u, delta_u, choice, parts,
-                      shares, G, cell_size, heads, du_rest=rest if fine else None)  # fmt: skip
+                      shares, G, cell_size, heads, du_rest=rest if q.dtype != torch.float32 else None)  # fmt: skip
         config = key_config(q.dtype, DP)
         _window_bwd_key_kernel[(triton.cdiv(T, config["BN"]) * len(heads),)](
-            rotated[0], again[0], rotated[1], v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, *row_steps,
+            *rotated, v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, bound, *row_steps,
             rope_step, T, T, G, heads.start, N * cell_size, shares.dk.shape[1] * cell_size, window, 0, D**-0.5,
-            TWO=two, FUSED=True, **shape, **config,
+            FUSED=True, **shape, **config,
         )  # fmt: skip
         config = query_config(q.dtype, DP)
         _window_bwd_query_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, again[1], v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, *row_steps,
-            rope_step, T, T, G, heads.start, window, 0, D**-0.5, K=K, TWO=two, FUSED=True, **shape, **config,
+            *rotated, v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, bound, *row_steps,
+            rope_step, T, T, G, heads.start, window, 0, D**-0.5, K=K, FUSED=True, **shape, **config,
         )  # fmt: skip
     return dq, dk, dv, d_alpha.sum((0, 2)).to(alpha.dtype), d_gain.sum(0).to(gain.dtype)
 

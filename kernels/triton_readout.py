@@ -105,9 +105,9 @@ def _merge_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, local_ptr, do_ptr, alpha_ptr, gain_ptr,
-    du_ptr, du_rest_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr,
-    do_sb, do_st, do_sh, T, G, head_start, eps,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, local_ptr, do_ptr, v_ptr, alpha_ptr, gain_ptr,
+    du_ptr, du_rest_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr, bound_ptr,
+    do_sb, do_st, do_sh, v_sb, v_st, v_sh, T, G, head_start, eps,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_LOCAL: tl.constexpr, TWO: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
@@ -115,6 +115,7 @@ def _norm_bwd_kernel(
 
     u is merged anew from its parts. du goes to the chunk [heads, T, R, D], if TWO as two addends; lse, sum_d u * du and
     (HAS_LOCAL) sum_d local * d_out to [B, T, H]; each tile's share of d_alpha and d_gain to [BG, R, tiles(, D)].
+    `bound` [BG, 2] gets the largest norm of a row of d_out and of v.
     """
     tiles = tl.cdiv(T, BM)
     pid = tl.program_id(0)
@@ -151,6 +152,11 @@ def _norm_bwd_kernel(
     if HAS_LOCAL:
         local = tl.load(local_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
         tl.store(delta_local_ptr + token, tl.sum(local * d_out, 1), mask=in_rows)
+    tl.atomic_max(bound_ptr + 2 * group, tl.max(tl.sqrt(tl.sum(d_out * d_out, 1)), 0), sem="relaxed")
+    if r == 0:
+        v = tl.load(v_ptr + b * v_sb + g * v_sh + rows.to(tl.int64)[:, None] * v_st + lane[None, :], mask=here,
+                    other=0.0).to(tl.float32)  # fmt: skip
+        tl.atomic_max(bound_ptr + 2 * group + 1, tl.max(tl.sqrt(tl.sum(v * v, 1)), 0), sem="relaxed")
     tile = (group * R + r) * tiles + pid % tiles
     tl.store(d_alpha_ptr + tile, tl.sum(tl.where(in_rows, share, 0.0), 0))
     tl.store(d_gain_ptr + tile * D + lane, alpha * tl.sum(d_out * unit, 0), mask=there)
@@ -381,13 +387,15 @@ def merge_parts(parts: Parts, picks: Tensor, u: Tensor, lse: Tensor, G: int, hea
 
 
 def norm_backward(
-    parts: Parts, picks: Tensor, local: Tensor, d_out: Tensor, alpha: Tensor, gain: Tensor, outputs: tuple, G: int,
-    eps: float, heads: range,
+    parts: Parts, picks: Tensor, local: Tensor, d_out: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, outputs: tuple,
+    G: int, eps: float, heads: range,
 ) -> None:  # fmt: skip
-    """Fill `outputs` (du and its second addend, lse, delta_u, delta_local, shares of d_alpha, d_gain) of `heads`."""
+    """Fill `outputs` of `heads`: du and its second addend, lse, delta_u, delta_local, shares of d_alpha and d_gain, and
+    the largest norms of d_out and v (which must be 0 before)."""
     _, T, H, D = d_out.shape
     _norm_bwd_kernel[(triton.cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
-        *parts, picks, local, d_out, alpha, gain, *outputs, *token_strides(d_out), T, G, heads.start, eps,
+        *parts, picks, local, d_out, v, alpha, gain, *outputs, *token_strides(d_out), *token_strides(v),
+        T, G, heads.start, eps,
         R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_LOCAL=local.numel() > 0,
         TWO=d_out.dtype != torch.float32, BM=NORM_ROWS,
     )  # fmt: skip

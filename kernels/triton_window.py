@@ -180,6 +180,18 @@ def _window_fwd_kernel(
 
 
 @triton.jit
+def gradient_scale(bound_ptr, group):
+    """A power of two that keeps the gradients of a kv head's logits within fp16, whatever the loss is scaled by.
+
+    `bound` [BG, 2] holds the largest norm of a row of d_out and of v: |w (d_out . v - delta)| is at most twice their
+    product. The largest becomes 2^14 or less, which leaves 28 binary digits above the smallest normal number.
+    """
+    bound = 2 * tl.load(bound_ptr + 2 * group) * tl.load(bound_ptr + 2 * group + 1)
+    exponent = tl.minimum(tl.maximum(13.0 - tl.floor(tl.log2(bound)), -100.0), 100.0)
+    return tl.where(bound > 0, tl.exp2(exponent), 1.0)
+
+
+@triton.jit
 def _row_dot_kernel(
     x_ptr, y_ptr, out_ptr, num_rows, T, H, y_sb, y_st, y_sh, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -195,11 +207,11 @@ def _row_dot_kernel(
 
 @triton.jit
 def _add_key_tiles(
-    dk, dv, k, v, q_ptr, q_grad_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, q_st, do_st, token_step, lanes, there, key,
-    start, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TWO: tl.constexpr, EDGE: tl.constexpr, BM: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, q_st, do_st, token_step, lanes, there, key,
+    start, stop, Tq, WINDOW, query_offset, scale, d_scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    EDGE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of keys from the queries start .. stop."""
+    """Gradients of one tile of keys from the queries start .. stop; dk is d_scale too large."""
     for m in range(start, stop, BM):
         rows = m + tl.arange(0, BM)
         in_rows = rows < Tq
@@ -219,9 +231,7 @@ def _add_key_tiles(
             weights = tl.where(seen, weights, 0.0)
         dv = dot(weights.to(d_out.dtype), d_out, dv)
         d_weights = dot(v, tl.trans(d_out))
-        d_logits = weights * (d_weights - delta[None, :])
-        if TWO:
-            q = tl.load(q_grad_ptr + wide[:, None] * q_st + lanes[None, :], mask=here, other=0.0)
+        d_logits = weights * (d_weights - delta[None, :]) * d_scale
         dk = dot(d_logits.to(q.dtype), q, dk)
     return dk, dv
 
@@ -244,12 +254,12 @@ def _rotated_back(
 
 @triton.jit
 def _window_bwd_key_kernel(
-    q_ptr, q_grad_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
-    dk_read_ptr, dv_read_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+    dk_read_ptr, dv_read_ptr, bound_ptr,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
     Tq, Tk, G, head_start, num_read, read_step, WINDOW, query_offset, scale,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TWO: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Tk, BN)
     pid = tl.program_id(0)
@@ -278,31 +288,33 @@ def _window_bwd_key_kernel(
         full_stop = tl.maximum(n0 + WINDOW - query_offset + 1, 0) // BM * BM
     full = tl.minimum(full, stop)
     full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
+    d_scale = 1.0
+    if FUSED:
+        d_scale = gradient_scale(bound_ptr, group)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for r in range(R):
         h = g * R + r
         q_head = q_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh
-        q_grad = q_grad_ptr + chunk_b * q_sb + (chunk_g * R + r) * q_sh
         do_head = do_ptr + b * do_sb + h * do_sh
         token = b * Tq * G * R + h
         dk, dv = _add_key_tiles(
-            dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
-            G * R, lanes, there, key, start, full, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, TWO, True,
-            BM,
+            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
+            G * R, lanes, there, key, start, full, Tq, WINDOW, query_offset, scale, d_scale, HAS_WINDOW, HAS_FIRST,
+            True, BM,
         )  # fmt: skip
         dk, dv = _add_key_tiles(
-            dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
-            G * R, lanes, there, key, full, full_stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW, HAS_FIRST, TWO,
-            False, BM,
+            dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq, q_st, do_st,
+            G * R, lanes, there, key, full, full_stop, Tq, WINDOW, query_offset, scale, d_scale,
+            HAS_WINDOW, HAS_FIRST, False, BM,
         )  # fmt: skip
         if HAS_WINDOW:
             dk, dv = _add_key_tiles(
-                dk, dv, k, v, q_head, q_grad, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq,
-                q_st, do_st, G * R, lanes, there, key, full_stop, stop, Tq, WINDOW, query_offset, scale, HAS_WINDOW,
-                HAS_FIRST, TWO, True, BM,
+                dk, dv, k, v, q_head, do_head, lse_ptr + token, delta_ptr + token, first_ptr + b * Tq,
+                q_st, do_st, G * R, lanes, there, key, full_stop, stop, Tq, WINDOW, query_offset, scale, d_scale,
+                HAS_WINDOW, HAS_FIRST, True, BM,
             )  # fmt: skip
-    dk *= scale
+    dk *= scale / d_scale
     step = G * D
     dk_ptr += b * Tk * step + g * D
     dv_ptr += b * Tk * step + g * D
@@ -327,10 +339,10 @@ def _window_bwd_key_kernel(
 
 @triton.jit
 def _add_query_tiles(
-    dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW,
-    scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, TWO: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
+    dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, stop, Tk, WINDOW, scale,
+    d_scale, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, EDGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries from the keys start .. stop."""
+    """Gradient of one tile of queries from the keys start .. stop, d_scale too large."""
     for n in range(start, stop, BN):
         key = n + tl.arange(0, BN)
         in_keys = (key < Tk)[:, None] & there[None, :]
@@ -340,21 +352,19 @@ def _add_query_tiles(
         if EDGE or HAS_FIRST:
             seen = _visible(row[:, None], key[None, :], first[:, None], WINDOW, HAS_WINDOW, HAS_FIRST)
             weights = tl.where(seen, weights, 0.0)
-        d_logits = weights * (dot(d_out, tl.trans(v)) - delta[:, None])
-        if TWO:
-            k = tl.load(k_grad_ptr + key.to(tl.int64)[:, None] * k_st + lanes[None, :], mask=in_keys, other=0.0)
+        d_logits = weights * (dot(d_out, tl.trans(v)) - delta[:, None]) * d_scale
         dq = dot(d_logits.to(k.dtype), k, dq)
     return dq
 
 
 @triton.jit
 def _window_bwd_query_kernel(
-    q_ptr, k_ptr, k_grad_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dq_ptr, cos_ptr, sin_ptr,
-    part_ptr, part_size_ptr, picks_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, dq_ptr, cos_ptr, sin_ptr,
+    part_ptr, part_size_ptr, picks_ptr, bound_ptr,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, rope_sb,
     Tq, Tk, G, head_start, WINDOW, query_offset, scale,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr, TWO: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_FIRST: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Tq, BM)
     pid = tl.program_id(0)
@@ -379,7 +389,6 @@ def _window_bwd_query_kernel(
     lse = tl.load(lse_ptr + token, mask=in_rows, other=0.0)
     delta = tl.load(delta_ptr + token, mask=in_rows, other=0.0)
     k_ptr += chunk_b * k_sb + chunk_g * k_sh
-    k_grad_ptr += chunk_b * k_sb + chunk_g * k_sh
     v_ptr += b * v_sb + g * v_sh
     row = query_offset + rows
     first = tl.zeros([BM], tl.int32)
@@ -394,21 +403,24 @@ def _window_bwd_query_kernel(
     diagonal = (query_offset + m0 + 1) // BN * BN
     full = tl.minimum(full, diagonal)
     stop = tl.minimum(query_offset + m0 + BM, Tk)
+    d_scale = 1.0
+    if FUSED:
+        d_scale = gradient_scale(bound_ptr, group)
     dq = tl.zeros([BM, DP], tl.float32)
     if HAS_WINDOW:
         dq = _add_query_tiles(
-            dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk,
-            WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, True, BN,
+            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, start, full, Tk,
+            WINDOW, scale, d_scale, HAS_WINDOW, HAS_FIRST, True, BN,
         )  # fmt: skip
     dq = _add_query_tiles(
-        dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk,
-        WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, False, BN,
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, full, diagonal, Tk,
+        WINDOW, scale, d_scale, HAS_WINDOW, HAS_FIRST, False, BN,
     )  # fmt: skip
     dq = _add_query_tiles(
-        dq, q, d_out, lse, delta, k_ptr, k_grad_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk,
-        WINDOW, scale, HAS_WINDOW, HAS_FIRST, TWO, True, BN,
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_st, v_st, lanes, there, row, first, diagonal, stop, Tk,
+        WINDOW, scale, d_scale, HAS_WINDOW, HAS_FIRST, True, BN,
     )  # fmt: skip
-    dq *= scale
+    dq *= scale / d_scale
     step = G * R * D
     dq_ptr += b * Tq * step + h * D
     if FUSED:
@@ -499,15 +511,15 @@ def window_backward(
     first = q if first_key is None else first_key
     strides = (*token_strides(q), *token_strides(k), *token_strides(v), *token_strides(d_out), 0)
     shared = {"R": H // G, "D": D, "DP": DP, "HAS_WINDOW": window is not None, "HAS_FIRST": first_key is not None,
-              "TWO": False, "FUSED": False}  # fmt: skip
+              "FUSED": False}  # fmt: skip
     config = key_config(q.dtype, DP)
     _window_bwd_key_kernel[(triton.cdiv(Tk, config["BN"]) * B * G,)](
-        q, q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, lse, lse, *strides,
+        q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, lse, lse, lse, *strides,
         Tq, Tk, G, 0, 0, 0, window or 0, query_offset, scale, **shared, **config,
     )  # fmt: skip
     config = query_config(q.dtype, DP)
     _window_bwd_query_kernel[(triton.cdiv(Tq, config["BM"]) * B * H,)](
-        q, k, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, lse, *strides,
+        q, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, lse, lse, *strides,
         Tq, Tk, G, 0, window or 0, query_offset, scale, K=1, **shared, **config,
     )  # fmt: skip
     return dq, dk, dv
