@@ -12,20 +12,24 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from megatron_ext.model import head_dim
-from recipes.schema import ModelConfig
+from recipes.schema import L2A_KINDS, ModelConfig
 
 # dense bf16 of the vendor's data sheets, FLOP/s; a device that is not here gets no mfu
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Forward and backward FLOP of one token: 6 per weight that multiplies, 12 per attended token and width."""
+def flops_per_token(model: ModelConfig, open_fraction: float = 1.0) -> float:
+    """Forward and backward FLOP of one token: 6 per weight that multiplies, 12 per attended token and width.
+
+    Args:
+        open_fraction: L2A kinds: share of the queries that look back, the mean over layers.
+    """
     width = head_dim(model)
     kv_heads = model.num_kv_heads or model.num_heads
     attention = model.attention
-    per_layer = (
-        model.hidden_size * width * (2 * model.num_heads + 2 * kv_heads) + 3 * model.hidden_size * model.ffn_size
-    )
+    looks = 2 if attention.kind in L2A_KINDS else 1  # attentions, each with its multiplications by q, k, v and o
+    projections = looks * model.hidden_size * width * (2 * model.num_heads + 2 * kv_heads)
+    per_layer = projections + 3 * model.hidden_size * model.ffn_size
     weights = model.num_layers * per_layer + model.vocab_size * model.hidden_size
     window = min(attention.window + 1, model.seq_length / 2)
     attended = {
@@ -33,6 +37,10 @@ def flops_per_token(model: ModelConfig) -> float:
         "swa": window,
         "freesolo": window + attention.top_k * attention.cell_size,
         "freesolo_l": window + attention.top_k * attention.cell_size,
+        "l2a": window + open_fraction * model.seq_length / 2,
+        "l2a_shared": window + open_fraction * model.seq_length / 2,
+        "context_free": window + attention.open_probability * model.seq_length / 2,
+        "l2a_freesolo": window + open_fraction * attention.top_k * attention.cell_size,
     }[attention.kind]
     return 6.0 * weights + 12.0 * model.num_layers * model.num_heads * width * attended
 

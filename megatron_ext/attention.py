@@ -1,10 +1,11 @@
-"""The core attentions that take megatron-core's `core_attention` slot: windowed or dense, and FreeSolo.
+"""The core attentions in megatron-core's `core_attention` slot: windowed or dense, FreeSolo, and L2A's look back.
 
 They receive unrotated q, k, v as [T, B, heads, D] (this rank's slice and heads) and a `SequenceContext`, rotate
 with its tables, let `context_parallel` bring what earlier slices hold, and call the kernels.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from kernels.window import sliding_window_attention
 from megatron_ext.context_parallel.cells import CellTable, candidate_cells
 from megatron_ext.context_parallel.collectives import group_size, replicated_parameter
 from megatron_ext.context_parallel.halo import with_halo
+from megatron_ext.context_parallel.queries import balanced_attention
 
 
 @dataclass
@@ -33,6 +35,10 @@ class SequenceContext(PackedSeqParams):
     first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
     measure: bool = False  # True: layers put their figures into `measured`
     measured: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # figure -> layer -> [sum, count]
+    seed: int = 0  # seed and step: what the draws of a training step depend on beside the layer
+    step: int = 0
+    penalty_scale: float = 0.0  # gradient of the loss for one layer's sum of p^2; set by the engine
+    penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> sum of p^2 over the slice's tokens
 
     def record(self, figure: str, layer: int, mean: torch.Tensor, count: int) -> None:
         """Keep one layer's figure, a mean over `count` things; a recomputed layer records the same again."""
@@ -49,6 +55,8 @@ def sequence_context(
     document_mask: bool,
     restart_positions: bool,
     measure: bool = False,
+    seed: int = 0,
+    step: int = 0,
 ) -> SequenceContext:
     """Positions, rotation tables and document borders of a slice.
 
@@ -57,13 +65,23 @@ def sequence_context(
         start: global position of the slice's first token.
         length: tokens of the whole sequence before padding.
         measure: whether layers put their figures into the context.
+        seed, step: of the run, for what a layer draws.
     """
     positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
     if document_mask and restart_positions:
         positions = positions - doc_starts
     cos, sin = rope_tables(positions, head_dim, rope_base)
     first_key = doc_starts if document_mask else None
-    return SequenceContext(start=start, length=length, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure)
+    return SequenceContext(
+        start=start, length=length, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure, seed=seed,
+        step=step,
+    )  # fmt: skip
+
+
+class ActiveQueries(NamedTuple):
+    """Which queries look back over the whole sequence; travels in megatron-core's `attention_mask` argument."""
+
+    mask: torch.Tensor | None  # bool [B, T]; None: all of them
 
 
 class _CoreAttention(nn.Module):
@@ -76,15 +94,31 @@ class _CoreAttention(nn.Module):
         self.heads = config.num_attention_heads // group_size(self.tensor_group)
         self.head_dim = config.kv_channels
 
-    def forward(self, query, key, value, _attention_mask, *, packed_seq_params: SequenceContext, **_from_megatron):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        active: ActiveQueries | None,
+        *,
+        packed_seq_params: SequenceContext,
+        **_from_megatron,
+    ):
         """[T, B, heads, D] three times -> [T, B, heads * D]."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = self.attend(q, k, v, packed_seq_params)
+        if active is None:
+            out = self.attend(q, k, v, packed_seq_params)
+        else:
+            out = self.look_back(q, k, v, active.mask, packed_seq_params)
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: SequenceContext) -> torch.Tensor:
         """[B, T, heads, D] three times -> [B, T, heads, D]."""
         raise NotImplementedError  # each kind defines it
+
+    def look_back(self, q, k, v, active: torch.Tensor | None, context: SequenceContext) -> torch.Tensor:
+        """`attend` for the queries of `active` [B, T], zeros for the others: what L2A's second attention computes."""
+        raise NotImplementedError  # only those do
 
     def local_branch(self, q, k, v, context: SequenceContext, window: int | None) -> torch.Tensor:
         """Rotated attention over the last `window` tokens, across slices."""
@@ -94,6 +128,14 @@ class _CoreAttention(nn.Module):
         return sliding_window_attention(
             q, k, v, window=window, query_offset=halo, first_key=first_key, backend=self.backend
         )
+
+    def whole_sequence(self, q, k, v, active: torch.Tensor | None, context: SequenceContext) -> torch.Tensor:
+        """Rotated causal attention of the active queries over everything before them, across slices."""
+        q, k = (apply_rope(x, context.rope_cos, context.rope_sin, backend=self.backend) for x in (q, k))
+        return balanced_attention(
+            q, k, v, active,
+            start=context.start, first_key=context.first_key, group=self.context_group, backend=self.backend,
+        )  # fmt: skip
 
 
 class WindowAttention(_CoreAttention):
@@ -109,6 +151,8 @@ class WindowAttention(_CoreAttention):
         if self.window is None and whole and self.backend == "auto" and q.is_cuda and not exact:
             q, k = (apply_rope(x, context.rope_cos, context.rope_sin) for x in (q, k))
             return _torch_attention(q, k, v)
+        if self.window is None and group_size(self.context_group) > 1:
+            return self.whole_sequence(q, k, v, None, context)
         return self.local_branch(q, k, v, context, self.window)
 
 
@@ -120,6 +164,20 @@ def _torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     with sdpa_kernel(fastest_first, set_priority=True):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
+
+
+class SparseQueryAttention(_CoreAttention):
+    """Causal softmax attention over the whole sequence for the queries whose gate is open (L2A, arXiv 2603.17484)."""
+
+    def look_back(self, q, k, v, active, context):
+        return self.whole_sequence(q, k, v, active, context)
+
+
+class SharedAttention(WindowAttention):
+    """Window and look back over the same q, k and v projections (L2A-shared)."""
+
+    def look_back(self, q, k, v, active, context):
+        return self.whole_sequence(q, k, v, active, context)
 
 
 class FreeSoloAttention(_CoreAttention):
@@ -185,6 +243,20 @@ class FreeSoloAttention(_CoreAttention):
             q, table.k, table.v, table.index, query_start=context.start, backend=self.backend, **ranking
         )
         return combine(local, readout, self.alpha, gain, eps=self.eps)
+
+    def look_back(self, q, k, v, active, context):
+        """The readout alone, in place of attention to everything."""
+        pool = {"retain": self.retain, "recent": self.recent}
+        table = candidate_cells(k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool)
+        if context.measure and self.retain is not None:
+            self._measure(table, context, num_queries=q.shape[1])
+        readout = read_cells(
+            q, table.k, table.v, table.index, query_start=context.start, query_block=self.query_block,
+            top_k=self.top_k, sigma=self.sigma, lam=self.lam, backend=self.backend, **pool,
+        )  # fmt: skip
+        gain = replicated_parameter(self.gain, self.tensor_group)
+        out = combine(torch.zeros_like(readout), readout, self.alpha, gain, eps=self.eps)
+        return out if active is None else out.masked_fill(~active[..., None, None], 0)
 
     @torch.no_grad()
     def _measure(self, table: CellTable, context: SequenceContext, *, num_queries: int) -> None:

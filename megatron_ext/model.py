@@ -137,7 +137,14 @@ def weight_shapes(model: ModelConfig) -> dict[str, torch.Size]:
 
 
 def slice_context(
-    model: ModelConfig, doc_starts: torch.Tensor, *, start: int, length: int, measure: bool = False
+    model: ModelConfig,
+    doc_starts: torch.Tensor,
+    *,
+    start: int,
+    length: int,
+    measure: bool = False,
+    seed: int = 0,
+    step: int = 0,
 ) -> SequenceContext:
     """The `SequenceContext` of a slice that begins at global position `start`, for this model's attention."""
     return sequence_context(
@@ -149,4 +156,6 @@ def slice_context(
         document_mask=model.attention.document_mask,
         restart_positions=model.attention.restart_positions,
         measure=measure,
+        seed=seed,
+        step=step,
     )

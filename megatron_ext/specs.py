@@ -1,7 +1,7 @@
-"""Layer specs: the stock megatron-core layer with its core attention swapped, one function a kind."""
+"""Layer specs: the stock megatron-core layer with its core attention swapped, and for the L2A kinds a second look."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -9,12 +9,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.attention import FreeSoloAttention, WindowAttention
+from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
+from megatron_ext.l2a import L2ALayer, L2ASubmodules
+from megatron_ext.router import ContextFreeGate, Router
 from recipes.schema import AttentionConfig
 
 
-class RecomputedLayer(TransformerLayer):
-    """The stock layer, keeping nothing but its inputs for the backward.
+class _Recomputed:
+    """Mixed in before a layer: it keeps nothing but its inputs for the backward.
 
     Non-reentrant, because that alone runs without hooks into CUDA's random state and gives ZeRO the same gradients.
     """
@@ -25,6 +27,14 @@ class RecomputedLayer(TransformerLayer):
         return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
+class RecomputedLayer(_Recomputed, TransformerLayer):
+    """The stock layer, recomputed."""
+
+
+class RecomputedL2ALayer(_Recomputed, L2ALayer):
+    """The L2A layer, recomputed; what it draws is a function of the step, so both passes draw alike."""
+
+
 def _dense(attention: AttentionConfig) -> ModuleSpec:
     return ModuleSpec(module=WindowAttention, params={"window": None, "backend": attention.backend})
 
@@ -33,11 +43,12 @@ def _swa(attention: AttentionConfig) -> ModuleSpec:
     return ModuleSpec(module=WindowAttention, params={"window": attention.window, "backend": attention.backend})
 
 
+# constants of FreeSolo that its core attention is built with
+_FREESOLO = ("backend", "window", "cell_size", "query_block", "top_k", "sigma", "lam", "recent", "eps", "alpha_init")
+
+
 def _freesolo(attention: AttentionConfig, retain: int | None = None) -> ModuleSpec:
-    shared = asdict(attention)
-    for key in ("kind", "retain", "rope_base", "document_mask", "restart_positions"):
-        del shared[key]
-    params = shared | {"retain": retain}
+    params = {name: getattr(attention, name) for name in _FREESOLO} | {"retain": retain}
     return ModuleSpec(module=FreeSoloAttention, params=params)
 
 
@@ -45,13 +56,60 @@ def _freesolo_l(attention: AttentionConfig) -> ModuleSpec:
     return _freesolo(attention, retain=attention.retain)
 
 
+def _shared(attention: AttentionConfig) -> ModuleSpec:
+    return ModuleSpec(module=SharedAttention, params={"window": attention.window, "backend": attention.backend})
+
+
+def _sparse_query(attention: AttentionConfig) -> ModuleSpec:
+    return ModuleSpec(module=SparseQueryAttention, params={"backend": attention.backend})
+
+
 CORE_ATTENTIONS: dict[str, Callable[[AttentionConfig], ModuleSpec]] = {
     "dense": _dense,
     "swa": _swa,
     "freesolo": _freesolo,
     "freesolo_l": _freesolo_l,
+    "l2a": _swa,
+    "l2a_shared": _shared,
+    "l2a_freesolo": _swa,
+    "context_free": _swa,
 }
-KINDS_WITH_DOCUMENT_MASK = ("dense", "swa")
+# what the second attention of an L2A layer computes; None: the first one's module is used again
+GLOBAL_ATTENTIONS: dict[str, Callable[[AttentionConfig], ModuleSpec] | None] = {
+    "l2a": _sparse_query,
+    "l2a_shared": None,
+    "l2a_freesolo": _freesolo_l,
+    "context_free": _sparse_query,
+}
+KINDS_WITH_DOCUMENT_MASK = ("dense", "swa", "l2a", "l2a_shared", "context_free")
+
+
+def _gate(kind: str, attention: AttentionConfig) -> ModuleSpec:
+    if kind == "context_free":
+        return ModuleSpec(module=ContextFreeGate, params={"open_probability": attention.open_probability})
+    constants = {"temperature": attention.gate_temperature, "threshold": attention.gate_threshold}
+    return ModuleSpec(module=Router, params=constants)
+
+
+def _with_second_look(kind: str, attention: AttentionConfig, layer: ModuleSpec, *, recompute: bool) -> ModuleSpec:
+    """The L2A layer whose first attention is that of `layer`."""
+    slots = {one.name: getattr(layer.submodules, one.name) for one in fields(layer.submodules)}
+    core = GLOBAL_ATTENTIONS[kind]
+    global_attention = None if core is None else _with_core(layer.submodules.self_attention, core(attention))
+    return ModuleSpec(
+        module=RecomputedL2ALayer if recompute else L2ALayer,
+        params={"leak_probability": attention.leak_probability},
+        submodules=L2ASubmodules(
+            **slots,
+            global_layernorm=layer.submodules.input_layernorm,
+            global_attention=global_attention,
+            gate=_gate(kind, attention),
+        ),
+    )
+
+
+def _with_core(self_attention: ModuleSpec, core: ModuleSpec) -> ModuleSpec:
+    return replace(self_attention, submodules=replace(self_attention.submodules, core_attention=core))
 
 
 def layer_spec(
@@ -60,7 +118,7 @@ def layer_spec(
     """The spec of one decoder layer.
 
     Args:
-        kind: dense, swa, freesolo or freesolo_l.
+        kind: one of `recipes.schema.ATTENTION_KINDS`.
         attention: constants of the attention; None takes the recipe schema's defaults.
         qk_norm: RMSNorm on q and k per head (Qwen3).
         recompute: keep the layer's inputs only and compute it again in the backward.
@@ -77,10 +135,8 @@ def layer_spec(
             f"set document_mask: false or use {' or '.join(KINDS_WITH_DOCUMENT_MASK)}"
         )
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
-    heads = replace(stock.submodules.self_attention.submodules, core_attention=CORE_ATTENTIONS[kind](attention))
-    self_attention = replace(stock.submodules.self_attention, submodules=heads)
-    return replace(
-        stock,
-        module=RecomputedLayer if recompute else stock.module,
-        submodules=replace(stock.submodules, self_attention=self_attention),
-    )
+    self_attention = _with_core(stock.submodules.self_attention, CORE_ATTENTIONS[kind](attention))
+    layer = replace(stock, submodules=replace(stock.submodules, self_attention=self_attention))
+    if kind in GLOBAL_ATTENTIONS:
+        return _with_second_look(kind, attention, layer, recompute=recompute)
+    return replace(layer, module=RecomputedLayer) if recompute else layer

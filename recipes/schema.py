@@ -9,9 +9,11 @@ from typing import Any
 
 MISSING: Any = "???"  # omegaconf's mark of a key that the recipe must give
 
-ATTENTION_KINDS = ("dense", "swa", "freesolo", "freesolo_l")
+ATTENTION_KINDS = ("dense", "swa", "freesolo", "freesolo_l", "l2a", "l2a_shared", "l2a_freesolo", "context_free")
+L2A_KINDS = ("l2a", "l2a_shared", "l2a_freesolo", "context_free")  # a window, and a gate that opens a second look
 BACKENDS = ("auto", "reference", "triton")
 PRECISIONS = ("auto", "fp32", "bf16")
+PENALTY_NORMS = ("sequence", "token")
 DEVICES = ("auto", "cpu", "cuda")
 BAD_DOCUMENT_POLICIES = ("stop", "skip")
 
@@ -23,16 +25,20 @@ class AttentionConfig:
     kind: str = "freesolo"
     backend: str = "auto"  # auto | reference | triton
     rope_base: float = 10000.0
-    window: int = 512  # tokens a query looks back in the local branch (swa, freesolo, freesolo_l)
+    window: int = 512  # tokens a query looks back in the local branch (all kinds but dense; L2A recipes say 4095)
     cell_size: int = 32  # tokens
     query_block: int = 128  # tokens, a multiple of cell_size
     top_k: int = 4  # cells read per query and head
     sigma: float = 4.0  # tokens, width of the positional term
     lam: float = 1.0  # weight of the positional term; 0 routes by content only
-    retain: int = 64  # freesolo_l: cells kept by priority, per kv head
-    recent: int = 8  # freesolo_l: newest cells kept besides
+    retain: int = 64  # freesolo_l, l2a_freesolo: cells kept by priority, per kv head
+    recent: int = 8  # freesolo_l, l2a_freesolo: newest cells kept besides
     eps: float = 1.0e-8  # of the readout's RMSNorm
     alpha_init: float = 1.0  # weight of the long-range branch at the start, per head
+    gate_temperature: float = 0.1  # L2A: p = sigmoid(router's score / temperature)
+    gate_threshold: float = 0.5  # L2A: a gate is open where p >= threshold; may be moved after training
+    leak_probability: float = 0.1  # L2A: of a training step in which a layer computes closed queries too
+    open_probability: float = 0.2  # context_free: of a gate
     document_mask: bool = False  # True: every packed document is as if alone
     restart_positions: bool = True  # with document_mask: RoPE positions start at 0 in every document
 
@@ -127,6 +133,11 @@ class TrainConfig:
     loss_chunk: int = 1024  # tokens whose logits exist at a time
     recall_beta: float = 0.0  # loss weight 1 + recall_beta * recall + switch_beta * switch
     switch_beta: float = 0.0
+    gate_penalty: float = 1.0e-8  # L2A: lambda, weight of the mean over sequences and layers of the sum of p^2
+    gate_penalty_per: str = "sequence"  # sequence: p^2 is summed over a sequence's tokens | token: averaged over them
+    gate_penalty_start: int | None = None  # steps without penalty; None: warmup_steps
+    gate_penalty_ramp: int | None = None  # steps from there over which it grows linearly; None: until the last step
+    train_only: list[str] = field(default_factory=list)  # regular expressions of the names that train; empty: all
     freeze: list[str] = field(default_factory=list)  # regular expressions of parameter names that do not train
     skip_nonfinite: int = 0  # steps with a non-finite loss or gradient that are dropped before the run stops
     eval_interval: int = 0  # steps; 0: only at the end

@@ -5,6 +5,7 @@ rank receives from others, under the name that the caller gives the traffic ("wi
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,88 @@ def all_gather_constant(x: torch.Tensor, group: Group, kind: str) -> torch.Tenso
         return x.unsqueeze(0)
     ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
     return _gather(x, group)
+
+
+class _Flight:
+    """A gather that is under way, and in the backward the sum of its gradients that is."""
+
+    work: dist.Work
+    gradient: torch.Tensor
+
+
+class _StartGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: Group, kind: str, flight: _Flight) -> torch.Tensor:
+        ctx.flight, ctx.dtype = flight, x.dtype
+        ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+        out = x.new_empty(group_size(group), *x.shape)
+        flight.work = dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+        return out
+
+    @staticmethod
+    def backward(ctx, _d_out: torch.Tensor):
+        ctx.flight.work.wait()
+        return ctx.flight.gradient.to(ctx.dtype), None, None, None
+
+
+class _FinishGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gathered: torch.Tensor, group: Group, kind: str, flight: _Flight) -> torch.Tensor:
+        ctx.group, ctx.kind, ctx.flight = group, kind, flight
+        flight.work.wait()
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor):
+        flight, group = ctx.flight, ctx.group
+        wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out  # see _AllGather
+        ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(group) - 1)
+        if dist.get_backend(group) == "gloo":
+            wide = wide.clone()
+            flight.gradient = wide[group_rank(group)]
+            flight.work = dist.all_reduce(wide, group=group, async_op=True)
+        else:
+            flight.gradient = torch.empty_like(wide[0])
+            flight.work = dist.reduce_scatter_tensor(
+                flight.gradient.view(-1), wide.contiguous().view(-1), group=group, async_op=True
+            )
+        return d_out, None, None, None
+
+
+def start_gather(x: torch.Tensor, group: Group, kind: str) -> Callable[[], torch.Tensor]:
+    """`all_gather` that goes on while the caller computes; call what it returns to have the result.
+
+    The backward is as patient: the summing of gradients starts where the result was taken, and is waited for where the
+    gather was started. So start the next one before you use the last.
+    """
+    if group_size(group) == 1:
+        return lambda: x.unsqueeze(0)
+    flight = _Flight()
+    gathered = _StartGather.apply(x, group, kind, flight)
+    return lambda: _FinishGather.apply(gathered, group, kind, flight)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+        ctx.group, ctx.kind = group, kind
+        return _exchange(x, group, kind)
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor):
+        return _exchange(d_out, ctx.group, ctx.kind), None, None
+
+
+def _exchange(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    ledger[kind] += x[0].numel() * x.element_size() * (group_size(group) - 1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def all_to_all(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    """Part r of `x` [ranks, ...] goes to rank r; part r of the result came from rank r. The backward sends back."""
+    return x if group_size(group) == 1 else _AllToAll.apply(x, group, kind)
 
 
 def all_reduce(

@@ -9,12 +9,14 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.attention import FreeSoloAttention, WindowAttention
+from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from megatron_ext.specs import CORE_ATTENTIONS, RecomputedLayer, layer_spec
-from recipes.schema import ATTENTION_KINDS, AttentionConfig, ModelConfig
+from megatron_ext.specs import CORE_ATTENTIONS, GLOBAL_ATTENTIONS, RecomputedL2ALayer, RecomputedLayer, layer_spec
+from recipes.schema import ATTENTION_KINDS, L2A_KINDS, AttentionConfig, ModelConfig
 
+ONE_LOOK = tuple(kind for kind in ATTENTION_KINDS if kind not in L2A_KINDS)
 MODEL = ModelConfig(
     num_layers=1, hidden_size=32, num_heads=4, ffn_size=48, vocab_size=64, seq_length=40,
     attention=AttentionConfig(
@@ -52,6 +54,7 @@ def logits(model: LanguageModel, config: ModelConfig = MODEL) -> torch.Tensor:
 
 def test_recipes_and_specs_know_the_same_kinds():
     assert tuple(CORE_ATTENTIONS) == ATTENTION_KINDS
+    assert tuple(GLOBAL_ATTENTIONS) == L2A_KINDS
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,10 @@ def test_recipes_and_specs_know_the_same_kinds():
         ("swa", WindowAttention, {"window": 9}),
         ("freesolo", FreeSoloAttention, {"window": 9, "retain": None}),
         ("freesolo_l", FreeSoloAttention, {"window": 9, "retain": 5}),
+        ("l2a", WindowAttention, {"window": 9}),
+        ("l2a_shared", SharedAttention, {"window": 9}),
+        ("l2a_freesolo", WindowAttention, {"window": 9}),
+        ("context_free", WindowAttention, {"window": 9}),
     ],
 )
 def test_builds_a_layer(kind, cls, constants):
@@ -91,19 +98,19 @@ def test_unknown_kind():
         layer_spec("flash")
 
 
-@pytest.mark.parametrize("kind", ["freesolo", "freesolo_l"])
+@pytest.mark.parametrize("kind", ["freesolo", "freesolo_l", "l2a_freesolo"])
 def test_document_mask_is_refused_where_nothing_restarts(kind):
-    with pytest.raises(ValueError, match=f"{kind} cannot restart .* document_mask: false or use dense or swa"):
+    with pytest.raises(ValueError, match=f"{kind} cannot restart .* document_mask: false or use dense or swa or l2a"):
         layer_spec(kind, AttentionConfig(document_mask=True))
 
 
-@pytest.mark.parametrize("kind", ["dense", "swa"])
+@pytest.mark.parametrize("kind", ["dense", "swa", "l2a", "l2a_shared", "context_free"])
 def test_document_mask_is_taken(kind):
     layer_spec(kind, AttentionConfig(document_mask=True))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+@pytest.mark.parametrize("kind", ONE_LOOK)
 def test_only_the_core_attention_differs_from_stock(kind, qk_norm):
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
     ours = layer_spec(kind, qk_norm=qk_norm)
@@ -117,8 +124,53 @@ def test_only_the_core_attention_differs_from_stock(kind, qk_norm):
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_recomputation_changes_the_layer_class_only(kind):
     plain, recomputed = layer_spec(kind), layer_spec(kind, recompute=True)
-    assert (plain.module, recomputed.module) == (TransformerLayer, RecomputedLayer)
-    assert replace(recomputed, module=TransformerLayer) == plain
+    want = (L2ALayer, RecomputedL2ALayer) if kind in L2A_KINDS else (TransformerLayer, RecomputedLayer)
+    assert (plain.module, recomputed.module) == want
+    assert replace(recomputed, module=plain.module) == plain
+
+
+# L2A's second look
+
+
+def second_look(kind: str, **changes) -> dict[str, list[int]]:
+    """Parameters of the layer that the stock one lacks."""
+    names = {name: list(p.shape) for name, p in build(kind, **changes).decoder.layers[0].named_parameters()}
+    stock = {name for name, _ in build("swa", **changes).decoder.layers[0].named_parameters()}
+    assert stock <= names.keys()
+    return {name: shape for name, shape in names.items() if name not in stock}
+
+
+def test_parameters_of_the_second_look():
+    """These names are those of checkpoints and of the conversion from Hugging Face."""
+    norm, router = {"global_layernorm.weight": [32]}, {"router.weight": [1, 32]}
+    attention = {f"global_attention.{name}": shape for name, shape in parameters(build("swa")).items()}
+    readout = {"global_attention.core_attention.alpha": [4], "global_attention.core_attention.gain": [8]}
+    assert second_look("l2a") == norm | router | attention
+    assert second_look("l2a_shared") == norm | router
+    assert second_look("context_free") == norm | attention
+    assert second_look("l2a_freesolo") == norm | router | attention | readout
+
+
+def test_second_attention_has_bias_and_norms_of_its_own():
+    names = second_look("l2a", qkv_bias=True, qk_norm=True)
+    assert names["global_attention.linear_qkv.bias"] == [96]
+    assert names["global_attention.q_layernorm.weight"] == names["global_attention.k_layernorm.weight"] == [8]
+
+
+def test_constants_reach_the_gate():
+    attention = replace(MODEL.attention, gate_temperature=0.3, gate_threshold=0.7, leak_probability=0.2)
+    layer = build_model(replace(MODEL, attention=replace(attention, kind="l2a"))).decoder.layers[0]
+    assert (layer.router.temperature, layer.router.threshold, layer.leak_probability) == (0.3, 0.7, 0.2)
+    assert layer.router.weight.eq(0).all()
+    assert type(layer.global_attention.core_attention) is SparseQueryAttention
+    free = replace(attention, kind="context_free", open_probability=0.6)
+    assert build_model(replace(MODEL, attention=free)).decoder.layers[0].router.open_probability == 0.6
+
+
+def test_gate_defaults_are_the_papers():
+    layer = layer_spec("l2a")
+    assert layer.params == {"leak_probability": 0.1}
+    assert layer.submodules.gate.params == {"temperature": 0.1, "threshold": 0.5}
 
 
 def test_alpha_and_gain_start_where_the_recipe_says():
@@ -154,8 +206,9 @@ def test_qkv_bias(kind):
     """q, k and v only: no bias on the output and none in the MLP."""
     biased = build(kind, qkv_bias=True)
     assert parameters(biased) == parameters(build(kind)) | {"linear_qkv.bias": [96]}
+    expected = ["self_attention"] if kind in (*ONE_LOOK, "l2a_shared") else ["self_attention", "global_attention"]
     assert [name for name, _ in biased.named_parameters() if name.endswith("bias")] == [
-        "decoder.layers.0.self_attention.linear_qkv.bias"
+        f"decoder.layers.0.{attention}.linear_qkv.bias" for attention in expected
     ]
 
 
