@@ -45,7 +45,7 @@ class _AllGather(torch.autograd.Function):
         wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out
         ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(ctx.group) - 1)
         if dist.get_backend(ctx.group) == "gloo":  # has no reduce-scatter for every dtype
-            wide = wide.clone()
+            wide = wide.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(wide, group=ctx.group)
             return wide[group_rank(ctx.group)].to(d_out.dtype), None, None
         dx = torch.empty_like(wide[0])
@@ -107,7 +107,7 @@ class _FinishGather(torch.autograd.Function):
         wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out  # see _AllGather
         ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(group) - 1)
         if dist.get_backend(group) == "gloo":
-            wide = wide.clone()
+            wide = wide.clone(memory_format=torch.contiguous_format)
             flight.gradient = wide[group_rank(group)]
             flight.work = dist.all_reduce(wide, group=group, async_op=True)
         else:
