@@ -4,7 +4,7 @@
 readout pair by pair, and a window kernel whose last step merges the readout and adds it. `longpitch::read_cells` is
 the readout of a table of cells, which context parallelism combines with the window itself.
 
-Saved for the backward pass: q, k, v, the local branch, one log-sum-exp per row, and integers (2 T H K and a little).
+Saved for the backward pass: q, k, v, the output, one log-sum-exp per row, and integers (2 T H K and a little).
 Everything as large as q that is needed besides exists for one chunk of heads at a time and is computed again.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, D head dim, s cell size, N cells, K cells per
@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, select
 from kernels.triton_readout import (
     NORM_ROWS,
+    empty_gradient,
     empty_parts,
     empty_shares,
     head_chunks,
@@ -25,6 +26,7 @@ from kernels.triton_readout import (
     norm_backward,
     read_backward,
     read_forward,
+    scale_gradient,
     sum_slots,
 )
 from kernels.triton_tools import dense_heads, fine_dtype, padded_dim, token_strides
@@ -35,10 +37,7 @@ from kernels.triton_window import (
     forward_config,
     key_config,
     query_config,
-    row_dot,
 )
-
-_KEEP_LOCAL = 2**26  # bytes up to which the local branch is kept for the backward pass instead of computed again
 
 # The whole operator
 
@@ -47,9 +46,9 @@ _KEEP_LOCAL = 2**26  # bytes up to which the local branch is kept for the backwa
 def _freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, sigma: Tensor, lam: Tensor,
     window: int, cell_size: int, query_block: int, top_k: int, retain: int | None, recent: int, eps: float,
-    deterministic: bool, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, T, H, D], and for the backward pass local, lse [B, T, H] and a `Choice`; local is empty unless `keep`."""
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out [B, T, H, D], and for the backward pass lse [B, T, H] and a `Choice`."""
     q, k, v = (dense_heads(x) for x in (q, k, v))
     (B, T, H, D), G = q.shape, k.shape[2]
     BG, R, N, DP = B * G, H // G, T // cell_size, padded_dim(D)
@@ -66,8 +65,6 @@ def _freesolo(
     )  # fmt: skip
     del summaries
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # fp32: the backward takes sum_d local * d_out of it, and that is a difference of large numbers
-    local = torch.empty(q.shape if keep else (0,), dtype=torch.float32, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
     parts = empty_parts(q, len(chunks[0]), R, top_k)
     config = forward_config(q.dtype, DP)
@@ -76,23 +73,21 @@ def _freesolo(
             prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), rotated=rotated, heads=heads)
         read_forward(q, k, v, strides, cell_strides(v, cell_size), choice, parts, G, cell_size, heads)
         _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, v, q, out, local, lse, *parts, choice.picks, alpha, gain, q, lse,
-            0, D, T * D, 0, D, T * D, *token_strides(v), 0, 0, 0, T, T, G, heads.start, window, 0, D**-0.5, eps,
-            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True, KEEP_LOCAL=keep, DELTA=False,
-            **config,
+            *rotated, v, q, out, lse, *parts, choice.picks, alpha, gain,
+            0, D, T * D, 0, D, T * D, *token_strides(v), T, T, G, heads.start, window, 0, D**-0.5, eps,
+            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True, **config,
         )  # fmt: skip
-    return out, local, lse, *choice
+    return out, lse, *choice
 
 
 @_freesolo.register_fake
 def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block, top_k, retain, recent, eps,
-      deterministic, keep):  # fmt: skip
+      deterministic):  # fmt: skip
     B, T, H, D = q.shape
     G = k.shape[2]
     N = T // cell_size
     return (
         q.new_empty(q.shape),
-        q.new_empty(q.shape if keep else (0,), dtype=torch.float32),
         q.new_empty((B, T, H), dtype=torch.float32),
         *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k),
     )
@@ -101,7 +96,7 @@ def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block
 @torch.library.custom_op("longpitch::freesolo_backward", mutates_args=())
 def _freesolo_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor,
-    local: Tensor, lse: Tensor, picks: Tensor, order: Tensor, lists: Tensor,
+    out: Tensor, lse: Tensor, picks: Tensor, order: Tensor, lists: Tensor,
     window: int, cell_size: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, d_alpha, d_gain."""
@@ -109,14 +104,13 @@ def _freesolo_backward(
     choice = Choice(picks, order, lists)
     (B, T, H, D), G, K = q.shape, k.shape[2], picks.shape[3]
     BG, R, N, DP, device = B * G, H // G, T // cell_size, padded_dim(D), q.device
-    chunks = head_chunks(BG, T * D * (q.element_size() * (R * K + 3 * R + 1) + 8))
+    chunks = head_chunks(BG, T * D * (q.element_size() * (R * K + 2 * R + 1) + 8))
     rotated = _empty_rotated(q, k, len(chunks[0]), fine_dtype(q.dtype))
     parts = empty_parts(q, len(chunks[0]), R, K)
     shares = empty_shares(q, len(chunks[0]), R, K, N, cell_size)
-    du, rest = (torch.empty(len(chunks[0]), T, R, D, dtype=q.dtype, device=device) for _ in range(2))
+    gradient = empty_gradient(q, None, BG, len(chunks[0]))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-    lse_u, delta_u, delta = (torch.empty_like(lse) for _ in range(3))
-    bound = torch.zeros(BG, 2, dtype=torch.float32, device=device)
+    delta = torch.empty_like(lse)
     tiles = triton.cdiv(T, NORM_ROWS)
     d_alpha = torch.empty(B, H, tiles, dtype=torch.float32, device=device)
     d_gain = torch.empty(B * H * tiles, D, dtype=torch.float32, device=device)
@@ -126,45 +120,37 @@ def _freesolo_backward(
     shape = {"R": R, "D": D, "DP": DP, "HAS_WINDOW": True, "HAS_FIRST": False}
     for heads in chunks:
         prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), heads=heads, rotated=rotated)
-        if local.numel() == 0:
-            config = forward_config(q.dtype, DP)
-            _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-                *rotated, v, q, q, q, lse, *parts, picks, alpha, gain, d_out, delta, *row_steps,
-                T, T, G, heads.start, window, 0, D**-0.5, eps,
-                K=K, HAS_READ=False, KEEP_LOCAL=False, DELTA=True, **shape, **config,
-            )  # fmt: skip
         read_forward(q, k, v, strides, v_strides, choice, parts, G, cell_size, heads)
-        norm_backward(parts, picks, local, d_out, v, alpha, gain,
-                      (du, rest, lse_u, delta_u, delta, d_alpha, d_gain, bound), G, eps, heads)  # fmt: skip
-        read_backward(q, k, v, strides, v_strides, du, (T * R * D, 0, 0, R * D, D), lse_u, delta_u, choice, parts,
-                      shares, G, cell_size, heads, du_rest=rest if q.dtype != torch.float32 else None)  # fmt: skip
+        norm_backward(parts, picks, out, d_out, v, alpha, gain, gradient, (delta, d_alpha, d_gain), G, eps, heads)
+        read_backward(q, k, v, strides, v_strides, gradient, choice, parts, shares, G, cell_size, heads)
         config = key_config(q.dtype, DP)
         _window_bwd_key_kernel[(triton.cdiv(T, config["BN"]) * len(heads),)](
-            *rotated, v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, bound, *row_steps,
+            *rotated, v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, gradient.bound, *row_steps,
             rope_step, T, T, G, heads.start, N * cell_size, shares.dk.shape[1] * cell_size, window, 0, D**-0.5,
             FUSED=True, **shape, **config,
         )  # fmt: skip
         config = query_config(q.dtype, DP)
         _window_bwd_query_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, bound, *row_steps,
+            *rotated, v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, gradient.bound,
+            *row_steps,
             rope_step, T, T, G, heads.start, window, 0, D**-0.5, K=K, FUSED=True, **shape, **config,
         )  # fmt: skip
     return dq, dk, dv, d_alpha.sum((0, 2)).to(alpha.dtype), d_gain.sum(0).to(gain.dtype)
 
 
 @_freesolo_backward.register_fake
-def _(d_out, q, k, v, alpha, gain, cos, sin, local, lse, picks, order, lists, window, cell_size, eps):
+def _(d_out, q, k, v, alpha, gain, cos, sin, out, lse, picks, order, lists, window, cell_size, eps):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, alpha, gain))
 
 
 def _keep_freesolo(ctx, inputs, output):
-    *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _freesolo_grads(ctx, d_out, *_):
     grads = _freesolo_backward(d_out, *ctx.saved_tensors, ctx.window, ctx.cell_size, ctx.eps)
-    return *grads, *[None] * 13
+    return *grads, *[None] * 12
 
 
 _freesolo.register_autograd(_freesolo_grads, setup_context=_keep_freesolo)
@@ -203,35 +189,35 @@ def _(q, k_cells, v_cells, index, sigma, lam, query_start, query_block, top_k, r
 
 @torch.library.custom_op("longpitch::read_cells_backward", mutates_args=())
 def _read_cells_backward(
-    du: Tensor, q: Tensor, k_cells: Tensor, v_cells: Tensor, u: Tensor, lse: Tensor, picks: Tensor, order: Tensor,
-    lists: Tensor,
+    du: Tensor, q: Tensor, k_cells: Tensor, v_cells: Tensor, index: Tensor | None, u: Tensor, lse: Tensor,
+    picks: Tensor, order: Tensor, lists: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk_cells, dv_cells."""
     du, q, k_cells, v_cells = (dense_heads(x) for x in (du, q, k_cells, v_cells))
     (B, T, H, D), (_, G, N, cell_size, _), K = q.shape, k_cells.shape, picks.shape[3]
     R = H // G
-    delta = row_dot(u, du)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cells, v_cells))
-    chunks = head_chunks(B * G, T * D * (q.element_size() * R * K + 8))
+    chunks = head_chunks(B * G, T * D * q.element_size() * R * (K + 1))
     parts = empty_parts(q, len(chunks[0]), R, K)
     shares = empty_shares(q, len(chunks[0]), R, K, N, cell_size)
-    du_strides = (0, du.stride(0), R * du.stride(2), du.stride(1), du.stride(2))
+    gradient = empty_gradient(q, lse, B * G, len(chunks[0]))
     for heads in chunks:
+        scale_gradient(u, du, v_cells, index, gradient, heads)
         read_backward(
-            q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], du, du_strides, lse, delta,
-            Choice(picks, order, lists), parts, shares, G, cell_size, heads, out=(dk, dv),
+            q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], gradient, Choice(picks, order, lists),
+            parts, shares, G, cell_size, heads, out=(dk, dv),
         )  # fmt: skip
         sum_slots(parts, picks, dq, G, heads)
     return dq, dk, dv
 
 
 @_read_cells_backward.register_fake
-def _(du, q, k_cells, v_cells, u, lse, picks, order, lists):
+def _(du, q, k_cells, v_cells, index, u, lse, picks, order, lists):
     return tuple(x.new_empty(x.shape) for x in (q, k_cells, v_cells))
 
 
 def _keep_read(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.save_for_backward(*inputs[:4], *output)
 
 
 def _read_grads(ctx, du, *_):
@@ -318,11 +304,9 @@ def triton_freesolo(
     _check_kernel_sizes(q.shape[3], cell_size, top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
-    keep = wanted and q.numel() * q.element_size() <= _KEEP_LOCAL
     return _freesolo(
         q, k, v, alpha.contiguous(), gain.contiguous(), rope_cos.contiguous(), rope_sin.contiguous(), sigma, lam,
-        window, cell_size, query_block, top_k, retain, recent, eps, deterministic, keep,
+        window, cell_size, query_block, top_k, retain, recent, eps, deterministic,
     )[0]  # fmt: skip
 
 

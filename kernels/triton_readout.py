@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_cells import TILE, Choice, run_length
-from kernels.triton_tools import LOG2E, dot, dot_fine, fine_dtype, head_lanes, padded_dim, token_strides
-from kernels.triton_window import merge_slots
+from kernels.triton_tools import LOG2E, dot, fine_dtype, head_lanes, padded_dim, token_strides
+from kernels.triton_window import gradient_scale, merge_slots
 
 NORM_ROWS = 64  # rows that one program of the RMSNorm's backward takes
 
@@ -105,17 +105,16 @@ def _merge_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, local_ptr, do_ptr, v_ptr, alpha_ptr, gain_ptr,
-    du_ptr, du_rest_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr, bound_ptr,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, out_ptr, do_ptr, v_ptr, alpha_ptr, gain_ptr,
+    du_ptr, du_size_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr, bound_ptr,
     do_sb, do_st, do_sh, v_sb, v_st, v_sh, T, G, head_start, eps,
-    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_LOCAL: tl.constexpr, TWO: tl.constexpr,
-    BM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Backward of out = local + alpha * gain * u / rms(u) for a tile of rows of one head.
 
-    u is merged anew from its parts. du goes to the chunk [heads, T, R, D], if TWO as two addends; lse, sum_d u * du and
-    (HAS_LOCAL) sum_d local * d_out to [B, T, H]; each tile's share of d_alpha and d_gain to [BG, R, tiles(, D)].
-    `bound` [BG, 2] gets the largest norm of a row of d_out and of v.
+    u is merged anew from its parts, and local is what out has besides. du goes to the chunk [heads, T, R, D] in units
+    of its size [heads, T, R]; lse, sum_d u * du and sum_d local * d_out to [B, T, H]; each tile's share of d_alpha and
+    d_gain to [BG, R, tiles(, D)]. `bound` [BG, 3] gets the largest norms of rows of d_out, v and du.
     """
     tiles = tl.cdiv(T, BM)
     pid = tl.program_id(0)
@@ -142,37 +141,83 @@ def _norm_bwd_kernel(
     d_unit = d_out * gain[None, :]
     share = tl.sum(d_unit * unit, 1)
     du = alpha * inverse[:, None] * (d_unit - unit * (share / D)[:, None])
-    high = du.to(du_ptr.dtype.element_ty)
-    tl.store(du_ptr + pair[:, None] * D + lane[None, :], high, mask=here)
-    if TWO:
-        rest = (du - high.to(tl.float32)).to(du_ptr.dtype.element_ty)
-        tl.store(du_rest_ptr + pair[:, None] * D + lane[None, :], rest, mask=here)
+    _store_scaled(du_ptr, du_size_ptr, du, pair, in_rows, lane, there, D)
     tl.store(lse_ptr + token, lse, mask=in_rows)
     tl.store(delta_u_ptr + token, tl.sum(du * u, 1), mask=in_rows)
-    if HAS_LOCAL:
-        local = tl.load(local_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
-        tl.store(delta_local_ptr + token, tl.sum(local * d_out, 1), mask=in_rows)
-    tl.atomic_max(bound_ptr + 2 * group, tl.max(tl.sqrt(tl.sum(d_out * d_out, 1)), 0), sem="relaxed")
+    out = tl.load(out_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(delta_local_ptr + token, tl.sum(out * d_out, 1) - alpha * share, mask=in_rows)
+    tl.atomic_max(bound_ptr + 3 * group, largest_norm(d_out), sem="relaxed")
+    # rows that chose nothing have a du that nobody reads
+    chose = tl.load(picks_ptr + token * K, mask=in_rows, other=-1) >= 0
+    tl.atomic_max(bound_ptr + 3 * group + 2, largest_norm(tl.where(chose[:, None], du, 0.0)), sem="relaxed")
     if r == 0:
         v = tl.load(v_ptr + b * v_sb + g * v_sh + rows.to(tl.int64)[:, None] * v_st + lane[None, :], mask=here,
                     other=0.0).to(tl.float32)  # fmt: skip
-        tl.atomic_max(bound_ptr + 2 * group + 1, tl.max(tl.sqrt(tl.sum(v * v, 1)), 0), sem="relaxed")
+        tl.atomic_max(bound_ptr + 3 * group + 1, largest_norm(v), sem="relaxed")
     tile = (group * R + r) * tiles + pid % tiles
     tl.store(d_alpha_ptr + tile, tl.sum(tl.where(in_rows, share, 0.0), 0))
     tl.store(d_gain_ptr + tile * D + lane, alpha * tl.sum(d_out * unit, 0), mask=there)
 
 
 @triton.jit
+def largest_norm(x):
+    """The largest L2 norm of a row."""
+    return tl.sqrt(tl.max(tl.sum(x * x, 1), 0))
+
+
+@triton.jit
+def _scale_rows_kernel(
+    u_ptr, du_ptr, v_ptr, index_ptr, scaled_ptr, size_ptr, delta_ptr, bound_ptr,
+    du_sb, du_st, du_sh, v_sb, v_sg, v_sn, v_ss, T, N, G, head_start,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, HAS_INDEX: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """For a readout whose du comes from outside: what `_norm_bwd_kernel` makes of a tile of rows.
+
+    Programs beyond the last tile take one cell's v each; padding of the table does not count.
+    """
+    tiles = tl.cdiv(T, BM) * R
+    pid = tl.program_id(0)
+    tile = pid % (tiles + N)
+    chunk_g = (pid // (tiles + N)).to(tl.int64)
+    group = head_start + chunk_g
+    b, g = group // G, group % G
+    lane = tl.arange(0, DP)
+    there = lane < D
+    if tile < tiles:
+        rows = tile // R * BM + tl.arange(0, BM)
+        in_rows = rows < T
+        here = in_rows[:, None] & there[None, :]
+        h = g * R + tile % R
+        token = (b * T + rows) * (G * R) + h
+        at = du_ptr + b * du_sb + h * du_sh + rows.to(tl.int64)[:, None] * du_st + lane[None, :]
+        du = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
+        _store_scaled(scaled_ptr, size_ptr, du, (chunk_g * T + rows) * R + tile % R, in_rows, lane, there, D)
+        tl.store(delta_ptr + token, tl.sum(u * du, 1), mask=in_rows)
+        tl.atomic_max(bound_ptr + 3 * group + 2, largest_norm(du), sem="relaxed")
+    else:
+        cell = (tile - tiles).to(tl.int64)
+        present = True
+        if HAS_INDEX:
+            present = tl.load(index_ptr + group * N + cell) >= 0
+        inside = tl.arange(0, S)
+        at = v_ptr + b * v_sb + g * v_sg + cell * v_sn + inside[:, None] * v_ss + lane[None, :]
+        v = tl.load(at, mask=present & (inside < S)[:, None] & there[None, :], other=0.0).to(tl.float32)
+        tl.atomic_max(bound_ptr + 3 * group + 1, largest_norm(v), sem="relaxed")
+
+
+@triton.jit
 def _read_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, du_ptr, du_rest_ptr, lse_ptr, delta_ptr, order_ptr, lists_ptr, part_ptr, part_size_ptr,
-    dk_ptr, dv_ptr, q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, v_sb, v_sg, v_sn, v_ss, du_sc, du_sb, du_sg, du_st, du_sr,
+    q_ptr, k_ptr, v_ptr, du_ptr, du_size_ptr, lse_ptr, delta_ptr, bound_ptr, order_ptr, lists_ptr, part_ptr,
+    part_size_ptr, dk_ptr, dv_ptr, q_sb, q_st, q_sh, k_sb, k_sg, k_sn, k_ss, v_sb, v_sg, v_sn, v_ss,
     T, N, G, head_start, max_extra, capacity, scale,
     R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
-    RUN: tl.constexpr, FINE: tl.constexpr, TWO: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """One run of a cell's pairs: its share of the cell's dk and dv, and the dq that each pair gets from the cell.
 
     Shares lie in fp32 [heads, N + max_extra, S, D]: those of first runs by cell, then those of the extra runs.
+    Products are taken in the dtype of the parts: fp16, for which gradients are scaled, holds 11 bits of each factor.
     """
     pid = tl.program_id(0)
     chunk_g = (pid // (N + max_extra)).to(tl.int64)
@@ -199,6 +244,7 @@ def _read_bwd_kernel(
                     above = middle
             start = (extra - tl.load(lists_ptr + 2 * (N + 1) + cell) + 1) * RUN
     if cell < N:
+        FINE: tl.constexpr = part_ptr.dtype.element_ty
         stop = tl.minimum(tl.load(lists_ptr + cell), start + RUN)
         order_ptr += group * capacity + tl.load(lists_ptr + (N + 1) + cell)
         wide_cell = cell.to(tl.int64)
@@ -211,8 +257,11 @@ def _read_bwd_kernel(
         k_ptr += b * k_sb + g * k_sg + wide_cell * k_sn
         v_ptr += b * v_sb + g * v_sg + wide_cell * v_sn
         used = inside & (stop > start)
-        k = tl.load(k_ptr + token[:, None] * k_ss + lane[None, :], mask=used, other=0.0)
-        v = tl.load(v_ptr + token[:, None] * v_ss + lane[None, :], mask=used, other=0.0)
+        k = tl.load(k_ptr + token[:, None] * k_ss + lane[None, :], mask=used, other=0.0).to(FINE)
+        v = tl.load(v_ptr + token[:, None] * v_ss + lane[None, :], mask=used, other=0.0).to(FINE)
+        du_bound = tl.load(bound_ptr + 3 * group + 2)
+        dv_scale = gradient_scale(du_bound)
+        dk_scale = gradient_scale(2 * du_bound * tl.load(bound_ptr + 3 * group + 1))
         for first in range(start, stop, TILE):
             place = first + tl.arange(0, TILE)
             pair = tl.load(order_ptr + place, mask=place < stop, other=-1)
@@ -220,27 +269,24 @@ def _read_bwd_kernel(
             here = real[:, None] & there[None, :]
             t, r = (pair // (R * K)).to(tl.int64), pair // K % R
             q = tl.load(q_ptr + b * q_sb + t[:, None] * q_st + (g * R + r)[:, None] * q_sh + lane[None, :], mask=here,
-                        other=0.0)  # fmt: skip
-            at = chunk_g * du_sc + b * du_sb + g * du_sg + t[:, None] * du_st + r[:, None] * du_sr + lane[None, :]
-            du = tl.load(du_ptr + at, mask=here, other=0.0)
+                        other=0.0).to(FINE)  # fmt: skip
+            source = (chunk_g * T + t) * R + r
+            du = tl.load(du_ptr + source[:, None] * D + lane[None, :], mask=here, other=0.0)
+            size = tl.load(du_size_ptr + source, mask=real, other=0.0)
             row = (b * T + t) * (G * R) + g * R + r
             lse = tl.load(lse_ptr + row, mask=real, other=0.0)
             delta = tl.load(delta_ptr + row, mask=real, other=0.0)
             weights = tl.exp2(dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])  # [TILE, S]
             weights = tl.where(real[:, None], weights, 0.0)
-            d_weights = dot(du, tl.trans(v))
-            dv = dot_fine(tl.trans(weights), du, dv, FINE)
-            if TWO:
-                rest = tl.load(du_rest_ptr + at, mask=here, other=0.0)
-                d_weights = dot(rest, tl.trans(v), d_weights)
-                dv = dot(tl.trans(weights.to(rest.dtype)), rest, dv)
-            d_logits = weights * (d_weights - delta[:, None]) * scale
-            dk = dot_fine(tl.trans(d_logits), q, dk, FINE)
-            dq = dot_fine(d_logits, k, tl.zeros([TILE, DP], tl.float32), FINE)
+            dv = dot(tl.trans((weights * (size * dv_scale)[:, None]).to(FINE)), du, dv)
+            d_weights = dot(du, tl.trans(v)) * size[:, None]
+            d_logits = (weights * (d_weights - delta[:, None]) * dk_scale).to(FINE)
+            dk = dot(tl.trans(d_logits), q, dk)
+            dq = dot(d_logits, k) * (scale / dk_scale)
             _store_scaled(part_ptr, part_size_ptr, dq, chunk_g * T * (R * K) + pair, real, lane, there, D)
         at = ((chunk_g * (N + max_extra) + slot) * S + token)[:, None] * D + lane[None, :]
-        tl.store(dk_ptr + at, dk, mask=inside)
-        tl.store(dv_ptr + at, dv, mask=inside)
+        tl.store(dk_ptr + at, dk * (scale / dk_scale), mask=inside)
+        tl.store(dv_ptr + at, dv / dv_scale, mask=inside)
 
 
 @triton.jit
@@ -291,7 +337,7 @@ def _sum_slots_kernel(
     pair = (chunk_g * T + rows) * R + r
     lanes, there = head_lanes(D, DP)
     dq = tl.zeros([BM, DP], tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):
         pick = tl.load(picks_ptr + token * K + slot, mask=in_rows, other=-1)
         chosen = (in_rows & (pick >= 0))[:, None] & there[None, :]
         size = tl.load(part_size_ptr + pair * K + slot, mask=in_rows & (pick >= 0), other=0.0)[:, None]
@@ -354,27 +400,64 @@ def read_forward(
     )  # fmt: skip
 
 
+class ReadoutGradient(NamedTuple):
+    """The gradient of a chunk of heads' u, in units of size per row, and what its backward needs of the softmax.
+
+    du: [heads, T, R, D]. size: fp32 [heads, T, R]. lse, delta (sum_d u * du): fp32 [B, T, H] of all heads.
+    bound: fp32 [BG, 3], the largest norms of rows of d_out, v and du, 0 at the start.
+    """
+
+    du: Tensor
+    size: Tensor
+    lse: Tensor
+    delta: Tensor
+    bound: Tensor
+
+
+def empty_gradient(q: Tensor, lse: Tensor | None, BG: int, heads: int) -> ReadoutGradient:
+    """Room for a chunk of `heads`; `lse` where it is known already."""
+    B, T, H, D = q.shape
+    R, device = B * H // BG, q.device
+    return ReadoutGradient(
+        torch.empty(heads, T, R, D, dtype=fine_dtype(q.dtype), device=device),
+        torch.empty(heads, T, R, dtype=torch.float32, device=device),
+        torch.empty(B, T, H, dtype=torch.float32, device=device) if lse is None else lse,
+        torch.empty(B, T, H, dtype=torch.float32, device=device),
+        torch.zeros(BG, 3, dtype=torch.float32, device=device),
+    )
+
+
 def read_backward(
-    q: Tensor, k: Tensor, v: Tensor, k_strides: tuple, v_strides: tuple, du: Tensor, du_strides: tuple, lse: Tensor,
-    delta: Tensor, choice: Choice, parts: Parts, shares: Shares, G: int, cell_size: int, heads: range,
-    du_rest: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, k_strides: tuple, v_strides: tuple, gradient: ReadoutGradient, choice: Choice,
+    parts: Parts, shares: Shares, G: int, cell_size: int, heads: range, out: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Fill dq of each pair of a chunk of heads in `parts`, dk and dv of its cells in `shares` or dense `out`."""
     (_, T, H, D), K = q.shape, choice.picks.shape[3]
     N, extra = choice.lists.shape[2] - 1, _max_extra(q, H // G, K)
     if N == 0:
         return
-    shape = {"D": D, "DP": padded_dim(D), "S": cell_size}
     _read_bwd_kernel[((N + extra) * len(heads),)](
-        q, k, v, du, du if du_rest is None else du_rest, lse, delta, choice.order, choice.lists, parts.x, parts.size,
-        *shares, *token_strides(q), *k_strides, *v_strides, *du_strides,
-        T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
-        R=H // G, K=K, TILE=TILE, RUN=run_length(T * (H // G) * K),
-        FINE=q.dtype != torch.float32, TWO=du_rest is not None, num_warps=4, num_stages=1, **shape,
+        q, k, v, *gradient, choice.order, choice.lists, parts.x, parts.size, *shares, *token_strides(q), *k_strides,
+        *v_strides, T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
+        R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, RUN=run_length(T * (H // G) * K),
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     _sum_runs_kernel[(triton.cdiv(cell_size * D, 512) * N * len(heads),)](
         *shares, choice.lists, *(out or shares), N, heads.start, extra,
         CELL=cell_size * D, IN_PLACE=out is None, BE=512, BR=8, num_warps=4,
+    )  # fmt: skip
+
+
+def scale_gradient(
+    u: Tensor, du: Tensor, v_cells: Tensor, index: Tensor | None, gradient: ReadoutGradient, heads: range
+) -> None:
+    """Fill `gradient` (all but lse) for a chunk of heads from du [B, T, H, D] and a table of cells."""
+    (_, T, H, D), (_, G, N, cell_size, _) = u.shape, v_cells.shape
+    R = H // G
+    _scale_rows_kernel[((triton.cdiv(T, NORM_ROWS) * R + N) * len(heads),)](
+        u, du, v_cells, v_cells if index is None else index, gradient.du, gradient.size, gradient.delta,
+        gradient.bound, *token_strides(du), *v_cells.stride()[:4], T, N, G, heads.start,
+        R=R, D=D, DP=padded_dim(D), S=cell_size, HAS_INDEX=index is not None, BM=NORM_ROWS,
     )  # fmt: skip
 
 
@@ -387,17 +470,15 @@ def merge_parts(parts: Parts, picks: Tensor, u: Tensor, lse: Tensor, G: int, hea
 
 
 def norm_backward(
-    parts: Parts, picks: Tensor, local: Tensor, d_out: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, outputs: tuple,
-    G: int, eps: float, heads: range,
+    parts: Parts, picks: Tensor, out: Tensor, d_out: Tensor, v: Tensor, alpha: Tensor, gain: Tensor,
+    gradient: ReadoutGradient, outputs: tuple[Tensor, Tensor, Tensor], G: int, eps: float, heads: range,
 ) -> None:  # fmt: skip
-    """Fill `outputs` of `heads`: du and its second addend, lse, delta_u, delta_local, shares of d_alpha and d_gain, and
-    the largest norms of d_out and v (which must be 0 before)."""
+    """Fill `gradient` and `outputs` (delta of the local branch, shares of d_alpha and d_gain) of `heads`."""
     _, T, H, D = d_out.shape
     _norm_bwd_kernel[(triton.cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
-        *parts, picks, local, d_out, v, alpha, gain, *outputs, *token_strides(d_out), *token_strides(v),
-        T, G, heads.start, eps,
-        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_LOCAL=local.numel() > 0,
-        TWO=d_out.dtype != torch.float32, BM=NORM_ROWS,
+        *parts, picks, out, d_out, v, alpha, gain, *gradient[:4], *outputs, gradient.bound, *token_strides(d_out),
+        *token_strides(v), T, G, heads.start, eps,
+        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=NORM_ROWS,
     )  # fmt: skip
 
 

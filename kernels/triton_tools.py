@@ -88,13 +88,3 @@ def split_halves(x, ROWS: tl.constexpr, DP: tl.constexpr):
 def dot(a, b, acc=None):
     """Matmul with fp32 sums; fp32 operands are multiplied in fp32, never in tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def dot_fine(x, y, acc, FINE: tl.constexpr):
-    """acc + x @ y with fp32 x; FINE takes x as two addends in the dtype of y instead of rounding it."""
-    high = x.to(y.dtype)
-    acc = dot(high, y, acc)
-    if FINE:
-        acc = dot((x - high.to(tl.float32)).to(y.dtype), y, acc)
-    return acc

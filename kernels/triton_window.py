@@ -72,13 +72,13 @@ def merge_slots(
     `pick_rows` the choices of all heads.
     """
     peak = tl.full([ROWS], MASKED, tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):
         pick = tl.load(picks_ptr + pick_rows * K + slot, mask=in_rows, other=-1)
         lse = tl.load(part_lse_ptr + pair_rows * K + slot, mask=in_rows & (pick >= 0), other=MASKED)
         peak = tl.maximum(peak, lse)
     total = tl.zeros([ROWS], tl.float32)
     u = tl.zeros([ROWS, DP], tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):
         pick = tl.load(picks_ptr + pick_rows * K + slot, mask=in_rows, other=-1)
         lse = tl.load(part_lse_ptr + pair_rows * K + slot, mask=in_rows & (pick >= 0), other=MASKED)
         weight = tl.where(pick >= 0, tl.exp2(lse - peak), 0.0)
@@ -96,17 +96,15 @@ def merge_slots(
 
 @triton.jit
 def _window_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, local_ptr, lse_ptr,
-    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, alpha_ptr, gain_ptr, do_ptr, delta_ptr,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh,
+    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, alpha_ptr,
+    gain_ptr, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
     Tq, Tk, G, head_start, WINDOW, query_offset, scale, eps,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, KEEP_LOCAL: tl.constexpr, DELTA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Window attention; HAS_READ adds the readout, DELTA stores only sum_d local * d_out of each row.
+    """Window attention; HAS_READ adds the readout.
 
-    With either, q and k are a chunk of heads that starts at head_start; everything else holds all heads.
+    Then q and k are a chunk of heads that starts at head_start; everything else holds all heads.
     """
     tiles = tl.cdiv(Tq, BM)
     pid = tl.program_id(0)
@@ -116,7 +114,7 @@ def _window_fwd_kernel(
     b, g = (group // G).to(tl.int64), group % G
     h = g * R + r
     chunk_b, chunk_g = b, g
-    if HAS_READ or DELTA:
+    if HAS_READ:
         chunk_b, chunk_g = tl.zeros_like(b), pid // tiles // R
     lanes, there = head_lanes(D, DP)
     rows = m0 + tl.arange(0, BM)
@@ -159,36 +157,35 @@ def _window_fwd_kernel(
     blind = peak <= 0.5 * MASKED  # sees no key
     local = tl.where(blind[:, None], 0.0, acc / total[:, None])
     token = (b * Tq + rows) * (G * R) + h
-    if DELTA:
-        do_ptr += b * do_sb + h.to(tl.int64) * do_sh
-        d_out = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_st + lanes[None, :], mask=here, other=0.0)
-        tl.store(delta_ptr + token, tl.sum(local * d_out.to(tl.float32), 1), mask=in_rows)
-    else:
-        tl.store(lse_ptr + token, tl.where(blind, 0.0, peak + tl.log2(total)), mask=in_rows)
-        at = token[:, None] * D + lanes[None, :]
-        if HAS_READ:
-            if KEEP_LOCAL:
-                tl.store(local_ptr + at, local.to(local_ptr.dtype.element_ty), mask=here)
-            pair = (chunk_g.to(tl.int64) * Tq + rows) * R + r
-            u, _ = merge_slots(
-                part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair, token, in_rows, lanes, there, K, D, DP, BM
-            )
-            alpha = tl.load(alpha_ptr + h).to(tl.float32)
-            gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
-            local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
-        tl.store(out_ptr + at, local.to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(lse_ptr + token, tl.where(blind, 0.0, peak + tl.log2(total)), mask=in_rows)
+    if HAS_READ:
+        pair = (chunk_g.to(tl.int64) * Tq + rows) * R + r
+        u, _ = merge_slots(
+            part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, pair, token, in_rows, lanes, there, K, D, DP, BM
+        )
+        alpha = tl.load(alpha_ptr + h).to(tl.float32)
+        gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
+        local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
+    tl.store(out_ptr + token[:, None] * D + lanes[None, :], local.to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def gradient_scale(bound_ptr, group):
-    """A power of two that keeps the gradients of a kv head's logits within fp16, whatever the loss is scaled by.
+def gradient_scale(bound):
+    """A power of two by which fp16 holds numbers of at most `bound`, whatever the loss is scaled by.
 
-    `bound` [BG, 2] holds the largest norm of a row of d_out and of v: |w (d_out . v - delta)| is at most twice their
-    product. The largest becomes 2^14 or less, which leaves 28 binary digits above the smallest normal number.
+    The largest becomes 2^14 or less, which leaves 28 binary digits above the smallest normal number.
     """
-    bound = 2 * tl.load(bound_ptr + 2 * group) * tl.load(bound_ptr + 2 * group + 1)
     exponent = tl.minimum(tl.maximum(13.0 - tl.floor(tl.log2(bound)), -100.0), 100.0)
     return tl.where(bound > 0, tl.exp2(exponent), 1.0)
+
+
+@triton.jit
+def logit_scale(bound_ptr, group):
+    """`gradient_scale` for the gradients of a kv head's logits, w (d . v - delta) with weights w of at most 1.
+
+    `bound` [BG, 3] holds the largest norms of rows of d_out, of v and of du.
+    """
+    return gradient_scale(2 * tl.load(bound_ptr + 3 * group) * tl.load(bound_ptr + 3 * group + 1))
 
 
 @triton.jit
@@ -290,7 +287,7 @@ def _window_bwd_key_kernel(
     full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
     d_scale = 1.0
     if FUSED:
-        d_scale = gradient_scale(bound_ptr, group)
+        d_scale = logit_scale(bound_ptr, group)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for r in range(R):
@@ -405,7 +402,7 @@ def _window_bwd_query_kernel(
     stop = tl.minimum(query_offset + m0 + BM, Tk)
     d_scale = 1.0
     if FUSED:
-        d_scale = gradient_scale(bound_ptr, group)
+        d_scale = logit_scale(bound_ptr, group)
     dq = tl.zeros([BM, DP], tl.float32)
     if HAS_WINDOW:
         dq = _add_query_tiles(
@@ -429,7 +426,7 @@ def _window_bwd_query_kernel(
         )
         pair = (chunk_g * Tq + wide) * R + r
         lane = tl.arange(0, DP // 2)
-        for slot in range(K):
+        for slot in tl.static_range(K):
             pick = tl.load(picks_ptr + token * K + slot, mask=in_rows, other=-1)
             part = part_ptr + (pair * K + slot)[:, None] * D + lane[None, :]
             chosen = half & (pick >= 0)[:, None]
@@ -475,7 +472,7 @@ def query_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     if DP <= 64:
-        return {"BM": 128, "BN": 32, "num_warps": 8, "num_stages": 3}
+        return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3}
     return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -489,11 +486,11 @@ def window_forward(
     lse = torch.empty(B, Tq, H, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(Tq, config["BM"]) * B * H,)
     _window_fwd_kernel[grid](
-        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse, lse, q, lse,
-        *token_strides(q), *token_strides(k), *token_strides(v), 0, 0, 0,
+        q, k, v, q if first_key is None else first_key, out, lse, out, lse, lse, lse, lse, lse,
+        *token_strides(q), *token_strides(k), *token_strides(v),
         Tq, Tk, G, 0, window or 0, query_offset, scale, 0.0,
         R=H // G, D=D, DP=DP, K=1, HAS_WINDOW=window is not None, HAS_FIRST=first_key is not None,
-        HAS_READ=False, KEEP_LOCAL=False, DELTA=False, **config,
+        HAS_READ=False, **config,
     )  # fmt: skip
     return out, lse
 

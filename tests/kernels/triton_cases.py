@@ -77,12 +77,10 @@ def test_rope(D, rows, dtype):
                      id="fewer-cells-than-k"),
     ],
 )  # fmt: skip
-def test_freesolo(B, T, H, G, D, kwargs, dtype, monkeypatch):
-    keep_local = 2**26 if T % 2 else 0  # the backward computes the local branch again in every other case
-    monkeypatch.setattr(kernels.triton_freesolo, "_KEEP_LOCAL", keep_local)
+def test_freesolo(B, T, H, G, D, kwargs, dtype):
     inputs = normal(q=(B, T, H, D), k=(B, T, G, D), v=(B, T, G, D), alpha=(H,), gain=(D,))
     cos, sin = rope_tables(torch.arange(T), D, 10000.0)
-    kwargs = {"cell_size": 16, "deterministic": bool(keep_local), "rope_cos": cos, "rope_sin": sin, **kwargs}
+    kwargs = {"cell_size": 16, "deterministic": bool(T % 2), "rope_cos": cos, "rope_sin": sin, **kwargs}
     compare(freesolo_attention, inputs, dtype, **kwargs)
 
 
