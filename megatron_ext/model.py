@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ext.attention import SequenceContext, sequence_context
 from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
-from megatron_ext.specs import layer_spec
+from megatron_ext.specs import decoder_spec
 from recipes.schema import ModelConfig
 
 
@@ -116,10 +116,9 @@ def build_model(
     Raises:
         ValueError: the attention refuses the recipe (see `layer_spec`).
     """
-    spec = layer_spec(model.attention.kind, model.attention, qk_norm=model.qk_norm, recompute=recompute)
     return LanguageModel(
         config=_transformer_config(model, tensor=tensor, context=context, dtype=dtype, fused=fused),
-        transformer_layer_spec=spec,
+        transformer_layer_spec=decoder_spec(model, recompute=recompute),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
         share_embeddings_and_output_weights=model.tie_embeddings,

@@ -6,13 +6,14 @@ from dataclasses import fields, replace
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
 from megatron_ext.router import ContextFreeGate, Router
-from recipes.schema import AttentionConfig
+from recipes.schema import AttentionConfig, ModelConfig
 
 
 class _Recomputed:
@@ -110,6 +111,21 @@ def _with_second_look(kind: str, attention: AttentionConfig, layer: ModuleSpec, 
 
 def _with_core(self_attention: ModuleSpec, core: ModuleSpec) -> ModuleSpec:
     return replace(self_attention, submodules=replace(self_attention.submodules, core_attention=core))
+
+
+def decoder_spec(model: ModelConfig, *, recompute: bool = False) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of a model's layers: one for all of them, or a list where some have lost their second look.
+
+    Raises:
+        ValueError: see `layer_spec`.
+    """
+    attention, options = model.attention, {"qk_norm": model.qk_norm, "recompute": recompute}
+    usual = layer_spec(attention.kind, attention, **options)
+    if not attention.closed_layers:
+        return usual
+    closed = layer_spec("swa", attention, **options)
+    layers = [closed if number in attention.closed_layers else usual for number in range(model.num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=usual.submodules.input_layernorm)
 
 
 def layer_spec(

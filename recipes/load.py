@@ -11,6 +11,7 @@ from recipes.schema import (
     BACKENDS,
     BAD_DOCUMENT_POLICIES,
     DEVICES,
+    L2A_KINDS,
     PRECISIONS,
     DataConfig,
     ModelConfig,
@@ -195,6 +196,8 @@ def _check_model(recipe: Recipe) -> None:
         _refuse("model.head_dim", model.head_dim or width, "must be even, for rotary positions, and above 0")
     if model.num_kv_heads is not None and (model.num_kv_heads < 1 or model.num_heads % model.num_kv_heads):
         _refuse("model.num_heads", model.num_heads, f"is not a multiple of model.num_kv_heads {model.num_kv_heads}")
+    if attention.closed_layers:
+        _check_closed_layers(model)
     if attention.query_block % attention.cell_size:
         _refuse(
             "model.attention.query_block",
@@ -207,6 +210,14 @@ def _check_model(recipe: Recipe) -> None:
             model.seq_length,
             f"is shorter than one query block of {attention.query_block}, so no query could ever read a cell",
         )
+
+
+def _check_closed_layers(model: ModelConfig) -> None:
+    layers, kind = model.attention.closed_layers, model.attention.kind
+    if kind not in L2A_KINDS:
+        _refuse("model.attention.closed_layers", layers, f"is for the kinds {', '.join(L2A_KINDS)}, not for {kind}")
+    if len(set(layers)) != len(layers) or not all(0 <= layer < model.num_layers for layer in layers):
+        _refuse("model.attention.closed_layers", layers, f"must name layers of 0 to {model.num_layers - 1}, each once")
 
 
 def _check_parallel(recipe: Recipe) -> None:

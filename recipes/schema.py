@@ -39,6 +39,7 @@ class AttentionConfig:
     gate_threshold: float = 0.5  # L2A: a gate is open where p >= threshold; may be moved after training
     leak_probability: float = 0.1  # L2A: of a training step in which a layer computes closed queries too
     open_probability: float = 0.2  # context_free: of a gate
+    closed_layers: list[int] = field(default_factory=list)  # L2A: layers (from 0) without a second look, as pruned
     document_mask: bool = False  # True: every packed document is as if alone
     restart_positions: bool = True  # with document_mask: RoPE positions start at 0 in every document
 

@@ -5,7 +5,7 @@ another one is worse than none.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ FAMILIES = (
     Family("llama", "LlamaForCausalLM", qkv_bias=False, qk_norm=False, window=False),
 )
 L2A_TYPE = "longpitch"  # model_type of an exported L2A model, run by modeling_longpitch.py
-L2A_KINDS = ("l2a", "l2a_shared")
-EXPORTED_KINDS = ("dense", "swa", *L2A_KINDS)
+MODELING = "modeling_longpitch"
+EXPORTED_L2A = ("l2a", "l2a_shared")
+EXPORTED_KINDS = ("dense", "swa", *EXPORTED_L2A)
 # values under which a key means what our layers compute
 PLAIN = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
 
@@ -74,6 +75,7 @@ def model_section(config: dict[str, Any], path: Path, kind: str) -> ModelConfig:
             raise ConfigError(f"{path}: {key} is {config[key]!r}; only {plain[0]!r} can be imported")
     if config.get("attention_bias", family.qkv_bias) != family.qkv_bias:
         raise ConfigError(f"{path}: attention_bias is {config['attention_bias']}; such models cannot be imported")
+    own = _l2a_constants(config, path, kind)
     window = _window_of(config, path)
     if window is not None and kind != "swa":
         raise ConfigError(f"{path}: its attention is a window (use_sliding_window); import it with --attention swa")
@@ -97,7 +99,7 @@ def model_section(config: dict[str, Any], path: Path, kind: str) -> ModelConfig:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_eps=config["rms_norm_eps"],
-        attention=_attention(config, path, kind, window),
+        attention=_attention(config, path, kind, window, own),
     )
 
 
@@ -112,9 +114,22 @@ def _family(config: dict[str, Any], path: Path) -> Family:
     raise ConfigError(f"{path}: model_type is {model_type!r}; only dense models of {known} can be imported")
 
 
-def _attention(config: dict[str, Any], path: Path, kind: str, window: int | None) -> AttentionConfig:
-    attention = AttentionConfig(kind=kind, rope_base=_rope_base(config, path))
-    return attention if window is None else replace(attention, window=window)
+def _l2a_constants(config: dict[str, Any], path: Path, kind: str) -> dict[str, Any]:
+    """The gate and window of an L2A model that we exported ourselves; nothing for other models."""
+    if config["model_type"] != L2A_TYPE:
+        return {}
+    exported = "l2a_shared" if config["shared_attention"] else "l2a"
+    if kind != exported:
+        raise ConfigError(f"{path} is of an L2A model; import it with --attention {exported}")
+    keys = ("gate_temperature", "gate_threshold", "closed_layers")
+    return {"window": config["local_window"]} | {key: config[key] for key in keys}
+
+
+def _attention(
+    config: dict[str, Any], path: Path, kind: str, window: int | None, own: dict[str, Any]
+) -> AttentionConfig:
+    given = own if window is None else {"window": window}
+    return AttentionConfig(kind=kind, rope_base=_rope_base(config, path), **given)
 
 
 def _window_of(config: dict[str, Any], path: Path) -> int | None:
@@ -188,7 +203,7 @@ def export_config(model: ModelConfig, *, dtype: str, max_positions: int, token_i
     }
     if family.model_type != "qwen2":
         config["attention_bias"] = False
-    if model.attention.kind in L2A_KINDS:
+    if model.attention.kind in EXPORTED_L2A:
         return config | _l2a_config(model, family)
     return config | _window_config(model, family)
 
@@ -226,4 +241,20 @@ def _window_config(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
-    raise ConfigError("not yet")
+    attention = model.attention
+    return {
+        "architectures": ["LongpitchForCausalLM"],
+        "model_type": L2A_TYPE,
+        "auto_map": {
+            "AutoConfig": f"{MODELING}.LongpitchConfig",
+            "AutoModelForCausalLM": f"{MODELING}.LongpitchForCausalLM",
+        },
+        "base_model_type": family.model_type,
+        "qkv_bias": model.qkv_bias,
+        "qk_norm": model.qk_norm,
+        "local_window": attention.window,
+        "gate_temperature": attention.gate_temperature,
+        "gate_threshold": attention.gate_threshold,
+        "shared_attention": attention.kind == "l2a_shared",
+        "closed_layers": list(attention.closed_layers),
+    }

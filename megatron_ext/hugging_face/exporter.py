@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 
 from megatron_ext.hugging_face import names
-from megatron_ext.hugging_face.config import L2A_KINDS, export_config
+from megatron_ext.hugging_face.config import EXPORTED_L2A, MODELING, export_config
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer, special_tokens, write_generation_config
 from megatron_ext.weights import ShardWriter, WeightsError, some
 from recipes.schema import ModelConfig
-
-MODELING = "modeling_longpitch.py"
 
 
 def export_weights(
@@ -69,5 +67,5 @@ def write_surroundings(folder: Path, model: ModelConfig, tokenizer: Path, *, dty
     config = export_config(model, dtype=dtype, max_positions=max_positions, token_ids=tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_generation_config(folder, tokens)
-    if model.attention.kind in L2A_KINDS:
-        shutil.copyfile(Path(__file__).with_name(MODELING), folder / MODELING)
+    if model.attention.kind in EXPORTED_L2A:
+        shutil.copyfile(Path(__file__).with_name(f"{MODELING}.py"), folder / f"{MODELING}.py")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from data_prep.tokenizer import train_tokenizer
@@ -11,6 +12,7 @@ from launch.generate import load_model
 from launch.run_directory import model_of
 from megatron_ext import checkpoint
 from megatron_ext.model import slice_context
+from megatron_ext.weights import SINGLE
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 96, "initializer_range": 0.3}
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -69,3 +71,16 @@ def our_logits(run: Path, tokens: torch.Tensor) -> torch.Tensor:
     with one_process():
         model = load_model(config, checkpoint.find(run))
         return model(tokens, slice_context(config, torch.zeros_like(tokens), start=0, length=tokens.shape[1]))
+
+
+def stir_gates(run: Path) -> Path:
+    """Give an imported L2A run gates of which about half are open, and second attentions that differ from the first."""
+    file = checkpoint.find(run) / checkpoint.WEIGHTS / SINGLE
+    state, generator = load_file(file), torch.Generator().manual_seed(2)
+    for name, tensor in state.items():
+        if name.endswith("router.weight"):
+            tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
+        elif ".global_" in name:
+            tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator))
+    save_file(state, file)
+    return run

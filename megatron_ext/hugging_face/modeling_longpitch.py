@@ -1,0 +1,344 @@
+"""Runs an exported L2A model under transformers: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True).
+
+A layer first attends over a window, then, for the tokens whose gate is open, over everything (arXiv 2603.17484). Plain
+torch; written for transformers 4.57 to 5.24. The file travels with the weights and imports nothing of Longpitch.
+
+A `DynamicCache` holds two layers for each decoder layer: the window's last keys and values, and all of the second look;
+a layer without a second look has the first only. Shapes: B batch, T new tokens, K keys, H query heads, G kv heads,
+D head dim. A token's slot is its place in the sequence, padding counted; its position is what RoPE turns by.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+SCORES = 1 << 27  # attention scores computed at a time
+# transformers 5 renames past_key_values to cache
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class LongpitchConfig(PretrainedConfig):
+    """Sizes as in Qwen's configs; `local_window` counts the tokens before the query itself.
+
+    `gate_threshold` may be moved after training: from_pretrained(..., gate_threshold=0.7) opens fewer gates.
+    """
+
+    model_type = "longpitch"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(
+        self,
+        base_model_type: str = "qwen2",
+        vocab_size: int = 151936,
+        hidden_size: int = 4096,
+        intermediate_size: int = 22016,
+        num_hidden_layers: int = 32,
+        num_attention_heads: int = 32,
+        num_key_value_heads: int = 32,
+        head_dim: int = 128,
+        max_position_embeddings: int = 32768,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 1e6,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        local_window: int = 4095,
+        gate_temperature: float = 0.1,
+        gate_threshold: float = 0.5,
+        shared_attention: bool = False,
+        closed_layers: tuple[int, ...] | list[int] = (),
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        **kwargs,
+    ):
+        self.base_model_type = base_model_type
+        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
+        self.max_position_embeddings, self.rms_norm_eps, self.rope_theta = (
+            max_position_embeddings,
+            rms_norm_eps,
+            rope_theta,
+        )
+        self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
+        self.local_window, self.gate_temperature, self.gate_threshold = local_window, gate_temperature, gate_threshold
+        self.shared_attention, self.closed_layers = shared_attention, list(closed_layers)
+        self.initializer_range, self.use_cache = initializer_range, use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, taken in fp32."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Sequence:
+    """What all layers of one forward share: rotation tables [B, T, D/2], and where the new tokens stand."""
+
+    def __init__(self, position_ids: Tensor, is_real: Tensor | None, past: int, config: LongpitchConfig):
+        D, T = config.head_dim, position_ids.shape[1]
+        exponent = torch.arange(0, D, 2, dtype=torch.float64, device=position_ids.device) / D
+        # angles in fp64: rounded to bf16, position 15,962 would become 15,968
+        angle = position_ids.double()[..., None] * config.rope_theta**-exponent
+        self.cos, self.sin = angle.cos().float(), angle.sin().float()
+        self.end = past + T  # slots so far
+        self.slots = past + torch.arange(T, device=position_ids.device)  # of the new tokens
+        self.is_real = is_real  # [B, end] bool, False for padding; None: there is none
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn [B, heads, T, D] by the positions, in fp32."""
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int | None, row: int | None) -> Tensor:
+        """Causal attention of queries at any slots, a bounded number of scores at a time.
+
+        Args:
+            q: [B, H, n, D] at ascending `slots` [n]. k, v: [B, G, K, D], the last K slots.
+            window: tokens a query looks back; None for all.
+            row: the sequence that q, k and v are of; None: all.
+        """
+        B, H, n, _ = q.shape
+        K = k.shape[2]
+        if window is None and self.is_real is None and n == K:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        first = self.end - K
+        step = max(1, min(512, SCORES // (B * H * (K if window is None else min(K, window + 512)))))
+        out = []
+        for begin in range(0, n, step):
+            at = slots[begin : begin + step] - first
+            low, high = 0 if window is None else max(0, int(at[0]) - window), int(at[-1]) + 1
+            distance = at[:, None] - torch.arange(low, high, device=at.device)
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
+            if self.is_real is not None:
+                real = self.is_real if row is None else self.is_real[row : row + 1]
+                # padding sees itself, or its softmax would be over nothing
+                seen = seen & real[:, None, None, first + low : first + high] | (distance == 0)
+            part = (q[:, :, begin : begin + step], k[:, :, low:high], v[:, :, low:high])
+            out.append(F.scaled_dot_product_attention(*part, attn_mask=seen, enable_gqa=True))
+        return torch.cat(out, dim=2)
+
+
+class Attention(nn.Module):
+    """Projections of one attention: over a window, or, for chosen tokens, over everything."""
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__()
+        D, H, G = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = D
+        self.q_proj = nn.Linear(config.hidden_size, H * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, G * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, G * D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(H * D, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def _project(self, x: Tensor, sequence: Sequence, cache: DynamicCache | None, index: int):
+        """q of the new tokens [B, H, T, D], k and v of all that the cache keeps [B, G, K, D]."""
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = sequence.rotate(self.q_norm(q)), sequence.rotate(self.k_norm(k))
+        if cache is not None:
+            k, v = cache.update(k, v, index)
+        return q, k, v
+
+    def _out(self, heads: Tensor) -> Tensor:
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+    def over_window(self, x: Tensor, sequence: Sequence, window: int, cache: DynamicCache | None, index: int) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]."""
+        q, k, v = self._project(x, sequence, cache, index)
+        return self._out(sequence.attend(q, k, v, sequence.slots, window, None))
+
+    def over_everything(
+        self, x: Tensor, is_open: Tensor, sequence: Sequence, cache: DynamicCache | None, index: int
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden], zero where is_open [B, T] is not."""
+        q, k, v = self._project(x, sequence, cache, index)
+        if is_open.all():
+            return self._out(sequence.attend(q, k, v, sequence.slots, None, None))
+        heads = torch.zeros_like(q)
+        for row in range(x.shape[0]):
+            chosen = is_open[row].nonzero().squeeze(1)
+            if chosen.numel():
+                own = (part[row : row + 1] for part in (q[:, :, chosen], k, v))
+                heads[row, :, chosen] = sequence.attend(*own, sequence.slots[chosen], None, row)[0]
+        return self._out(heads)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LongpitchLayer(nn.Module):
+    """Window, gated second look, MLP. `local_index` and `global_index` are the layer's places in the cache."""
+
+    def __init__(self, config: LongpitchConfig, *, has_global: bool, local_index: int):
+        super().__init__()
+        self.window, self.local_index, self.global_index = config.local_window, local_index, local_index + 1
+        self.temperature, self.threshold = config.gate_temperature, config.gate_threshold
+        self.has_global, self.shared = has_global, config.shared_attention
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        if has_global:
+            self.global_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.router = nn.Linear(config.hidden_size, 1, bias=False)
+        if has_global and not self.shared:
+            self.global_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def is_open(self, z: Tensor) -> Tensor:
+        """[B, T] bool: whose gate is open; decided in fp32, as in training."""
+        score = (z.float() * self.router.weight.float()).sum(-1)
+        return (score / self.temperature).sigmoid() >= self.threshold
+
+    def forward(self, x: Tensor, sequence: Sequence, cache: DynamicCache | None) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]."""
+        x = x + self.self_attn.over_window(self.input_layernorm(x), sequence, self.window, cache, self.local_index)
+        if self.has_global:
+            z = self.global_layernorm(x)
+            attention = self.self_attn if self.shared else self.global_attn
+            x = x + attention.over_everything(z, self.is_open(z), sequence, cache, self.global_index)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LongpitchPreTrainedModel(PreTrainedModel):
+    """What transformers asks of every model."""
+
+    config_class = LongpitchConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["LongpitchLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        if isinstance(module, LongpitchLayer) and module.has_global:
+            nn.init.zeros_(module.router.weight)  # every gate open
+
+
+class LongpitchModel(LongpitchPreTrainedModel):
+    """The decoder: tokens to normalised states."""
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers, index = [], 0
+        for number in range(config.num_hidden_layers):
+            has_global = number not in config.closed_layers
+            layers.append(LongpitchLayer(config, has_global=has_global, local_index=index))
+            index += 1 + has_global
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def _prepare(self, cache: DynamicCache | None) -> DynamicCache:
+        """A cache with this model's layers in it; one that holds tokens already has them."""
+        cache = DynamicCache() if cache is None else cache
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"an L2A model needs a DynamicCache, got {type(cache).__name__}; leave cache_implementation out"
+            )
+        if cache.get_seq_length() == 0:
+            own: list = []
+            for layer in self.layers:
+                own.append(DynamicSlidingWindowLayer(sliding_window=self.config.local_window + 1))
+                if layer.has_global:
+                    own.append(DynamicLayer())
+            cache.layers = own
+        return cache
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: DynamicCache | None = None,
+        **_kwargs,
+    ) -> BaseModelOutputWithPast:
+        """attention_mask: [B, slots so far], 0 for padding. `cache` is another name of past_key_values."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        cache = self._prepare(past_key_values if cache is None else cache) if use_cache else None
+        past = 0 if cache is None else cache.get_seq_length()
+        is_real = None
+        if attention_mask is not None:
+            if attention_mask.dim() != 2:
+                raise ValueError(f"an L2A model takes attention_mask [B, tokens], got {list(attention_mask.shape)}")
+            is_real = None if attention_mask.all() else attention_mask.bool()
+        if position_ids is None:
+            position_ids = past + torch.arange(x.shape[1], device=x.device)[None]
+            if is_real is not None:
+                position_ids = (is_real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        sequence = Sequence(position_ids.expand(x.shape[0], -1), is_real, past, self.config)
+        for layer in self.layers:
+            x = layer(x, sequence, cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: cache})
+
+
+class LongpitchForCausalLM(LongpitchPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__(config)
+        self.model = LongpitchModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: DynamicCache | None = None,
+        **_kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T or logits_to_keep, V]; with labels [B, T] the mean next-token loss besides."""
+        past_key_values = past_key_values if cache is None else cache
+        found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: found.get(CACHE)})

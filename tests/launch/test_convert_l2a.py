@@ -1,0 +1,180 @@
+"""L2A models in and out: the exported modeling file computes what our layers do, with a cache and without."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from launch.conversion import export_model, import_model
+from launch.generate import greedy
+from launch.run_directory import model_of
+from megatron_ext import checkpoint
+from megatron_ext.weights import StoredWeights
+from recipes.load import read_model
+from tests.launch.hugging_face_models import FAMILIES, our_logits, some_tokens, stir_gates, their_logits, write_model
+from tests.numerics import assert_close
+
+WINDOW = 7
+CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a"), ("qwen2.5-untied", "l2a_shared"), ("llama", "l2a_shared")]
+
+
+def case_name(case: tuple[str, str]) -> str:
+    return "-".join(case)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=case_name)
+def pair(request, tmp_path_factory) -> tuple[Path, Path]:
+    """A run with an L2A model of which some gates are open, and its export."""
+    name, kind = request.param
+    home = tmp_path_factory.mktemp("l2a")
+    source = write_model(home / "source", FAMILIES[name])
+    run = stir_gates(import_model(source, home / "run", kind, [f"model.attention.window={WINDOW}"]))
+    return run, export(run, home / "exported")
+
+
+def export(run: Path, out: Path) -> Path:
+    return export_model(run, out, dtype="stored", max_positions=None, shard_bytes=1 << 30)
+
+
+def load(folder: Path, **changes):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True, **changes).eval()
+
+
+@torch.no_grad()
+def open_shares(model, tokens: torch.Tensor) -> list[float]:
+    """Share of open gates in each layer of an exported model."""
+    shares = []
+    hooks = [
+        layer.global_layernorm.register_forward_hook(
+            lambda _m, _i, z, layer=layer: shares.append(layer.is_open(z).double().mean().item())
+        )
+        for layer in model.model.layers
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return shares
+
+
+def test_logits(pair):
+    run, folder = pair
+    tokens = some_tokens()
+    assert all(0.1 < share < 0.9 for share in open_shares(load(folder), tokens))
+    assert_close("logits", their_logits(folder, tokens), our_logits(run, tokens), rtol=1e-5)
+
+
+def test_a_fresh_import_is_the_base_model_inside_the_window(tmp_path):
+    """Zero gates are open, and the second look adds what a copy of the first attention sees: nothing may be lost."""
+    source = write_model(tmp_path / "source", FAMILIES["qwen2-tied"])
+    run = import_model(source, tmp_path / "run", "l2a", ["model.attention.window=7"])
+    stored = checkpoint.stored_weights(checkpoint.find(run))
+    for layer in range(2):
+        prefix = f"decoder.layers.{layer}."
+        assert not stored[prefix + "router.weight"].any()
+        assert torch.equal(stored[prefix + "global_layernorm.weight"], stored[prefix + "input_layernorm.weight"])
+        for part in ("linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"):
+            first = stored[f"{prefix}self_attention.{part}"]
+            assert first.any() and torch.equal(stored[f"{prefix}global_attention.{part}"], first)
+    folder = export(run, tmp_path / "out")
+    assert open_shares(load(folder), some_tokens()) == [1.0, 1.0]
+    assert_close("logits", their_logits(folder, some_tokens()), our_logits(run, some_tokens()), rtol=1e-5)
+
+
+@torch.no_grad()
+def test_cache_changes_nothing(pair):
+    """Tokens one by one, and in uneven pieces, against all at once, over many windows."""
+    model, tokens = load(pair[1]), some_tokens()
+    want = model(tokens, use_cache=False).logits
+    for pieces in ([1] * 48, [5, 1, 20, 1, 1, 20], [47, 1]):
+        cache, got = DynamicCache(config=model.config), []
+        for part in tokens.split(pieces, dim=1):
+            got.append(model(part, past_key_values=cache).logits)
+        assert_close(f"pieces {pieces[:3]}", torch.cat(got, dim=1), want, rtol=1e-5)
+    kept = [layer.keys.shape[-2] for layer in cache.layers]
+    assert kept == [WINDOW, 48] * 2  # the window's part does not grow
+
+
+def continued(model, tokens: torch.Tensor, **options) -> torch.Tensor:
+    """`tokens` and 20 more by transformers' generate; all are real unless a mask says otherwise."""
+    options = {"attention_mask": torch.ones_like(tokens), "eos_token_id": None, "pad_token_id": 0} | options
+    return model.generate(tokens, max_new_tokens=20, do_sample=False, **options)
+
+
+def test_generate(pair):
+    """transformers' generate with cache, without, and our own greedy continuation give the same tokens."""
+    run, folder = pair
+    model, tokens = load(folder), some_tokens(30, 1)
+    cached = continued(model, tokens)
+    assert torch.equal(cached, continued(model, tokens, use_cache=False))
+    mine = tokens
+    for _ in range(20):
+        mine = torch.cat((mine, our_logits(run, mine)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(cached, mine)
+    beams = continued(model, tokens, num_beams=3)
+    assert torch.equal(beams, continued(model, tokens, num_beams=3, use_cache=False))
+
+
+def test_padding_is_not_there(pair):
+    """Prompts of two lengths in one batch, padded on the left, go on as each does alone."""
+    model = load(pair[1])
+    long, short = some_tokens(30, 1), some_tokens(19, 1)
+    padded = torch.cat((long, torch.cat((torch.full((1, 11), 299), short), dim=1)))
+    mask = torch.ones_like(padded)
+    mask[1, :11] = 0
+    both = continued(model, padded, attention_mask=mask)
+    assert torch.equal(both[0], continued(model, long)[0])
+    assert torch.equal(both[1, 11:], continued(model, short)[0])
+    with torch.no_grad():
+        rows = model(padded, attention_mask=mask).logits
+        assert rows.isfinite().all()
+        assert_close("row", rows[1:, 11:], model(short).logits, rtol=1e-5)
+
+
+def test_threshold_can_be_moved(pair, tmp_path):
+    """0 opens every gate; above 1 closes them, which leaves the window alone; on both sides alike."""
+    run, folder = pair
+    tokens = some_tokens()
+    recipe = (run / "recipe.yaml").read_text()
+    for threshold in (0.0, 1.5):
+        (run / "recipe.yaml").write_text(recipe.replace("gate_threshold: 0.5", f"gate_threshold: {threshold}"))
+        want = our_logits(run, tokens)
+        (run / "recipe.yaml").write_text(recipe)
+        model = load(folder, gate_threshold=threshold)
+        assert open_shares(model, tokens) == [float(threshold == 0)] * 2
+        with torch.no_grad():
+            assert_close(f"threshold {threshold}", model(tokens).logits, want, rtol=1e-5)
+
+
+def test_config_and_round_trips(pair, tmp_path):
+    run, folder = pair
+    config = json.loads((folder / "config.json").read_text())
+    model = model_of(run)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == model.attention.rope_base
+    assert config["max_position_embeddings"] == model.seq_length
+    again = import_model(folder, tmp_path / "again", model.attention.kind, [])
+    assert read_model(again / "recipe.yaml").attention == model.attention
+    ours, theirs = (checkpoint.stored_weights(checkpoint.find(one)) for one in (again, run))
+    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(ValueError, match=f"import it with --attention {model.attention.kind}"):
+        import_model(folder, tmp_path / "dense", "dense", [])
+    # through transformers' own save and load
+    load(folder).save_pretrained(tmp_path / "saved")
+    saved, exported = StoredWeights(tmp_path / "saved"), StoredWeights(folder)
+    assert set(saved) == set(exported) and all(torch.equal(saved[name], exported[name]) for name in exported)
+    assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).local_window == WINDOW
+
+
+def test_our_generate_reads_it(pair):
+    (text,) = greedy(pair[0], ["every word"], 3)
+    assert text.startswith("every word")
+
+
+@pytest.mark.parametrize("kind", ["context_free", "l2a_freesolo"])
+def test_kinds_that_are_imported_but_not_exported(tmp_path, kind):
+    source = write_model(tmp_path / "source", FAMILIES["qwen2-tied"])
+    run = import_model(source, tmp_path / "run", kind, ["model.attention.window=7", "model.attention.query_block=32"])
+    assert our_logits(run, some_tokens()).isfinite().all()
+    with pytest.raises(ValueError, match=f"kind is {kind}; transformers has no such attention"):
+        export(run, tmp_path / "out")
