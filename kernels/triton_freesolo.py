@@ -4,7 +4,8 @@
 readout pair by pair, and a window kernel whose last step merges the readout and adds it. `longpitch::read_cells` is
 the readout of a table of cells, which context parallelism combines with the window itself.
 
-Saved for the backward pass: q, k, v, the output, one log-sum-exp per row, and integers (2 T H K and a little).
+Saved for the backward pass: q, k, v, the output and 8 more bits of it, one log-sum-exp per row, and integers (2 T H K
+and a little).
 Everything as large as q that is needed besides exists for one chunk of heads at a time and is computed again.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, D head dim, s cell size, N cells, K cells per
@@ -46,9 +47,12 @@ from kernels.triton_window import (
 def _freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, sigma: Tensor, lam: Tensor,
     window: int, cell_size: int, query_block: int, top_k: int, retain: int | None, recent: int, eps: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, T, H, D], and for the backward pass lse [B, T, H] and a `Choice`."""
+    deterministic: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out [B, T, H, D], and for the backward pass what rounding left of it, lse [B, T, H] and a `Choice`.
+
+    The rest is int8 [B, T, H, D], empty unless `keep` and the dtype has 16 bits.
+    """
     q, k, v = (dense_heads(x) for x in (q, k, v))
     (B, T, H, D), G = q.shape, k.shape[2]
     BG, R, N, DP = B * G, H // G, T // cell_size, padded_dim(D)
@@ -65,6 +69,7 @@ def _freesolo(
     )  # fmt: skip
     del summaries
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rest = torch.empty(_rest_shape(q, keep), dtype=torch.int8, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
     parts = empty_parts(q, len(chunks[0]), R, top_k)
     config = forward_config(q.dtype, DP)
@@ -73,21 +78,23 @@ def _freesolo(
             prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), rotated=rotated, heads=heads)
         read_forward(q, k, v, strides, cell_strides(v, cell_size), choice, parts, G, cell_size, heads)
         _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
-            *rotated, v, q, out, lse, *parts, choice.picks, alpha, gain,
+            *rotated, v, q, out, rest, lse, *parts, choice.picks, alpha, gain,
             0, D, T * D, 0, D, T * D, *token_strides(v), T, T, G, heads.start, window, 0, D**-0.5, eps,
-            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True, **config,
+            R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True,
+            KEEP_REST=rest.numel() > 0, **config,
         )  # fmt: skip
-    return out, lse, *choice
+    return out, rest, lse, *choice
 
 
 @_freesolo.register_fake
 def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block, top_k, retain, recent, eps,
-      deterministic):  # fmt: skip
+      deterministic, keep):  # fmt: skip
     B, T, H, D = q.shape
     G = k.shape[2]
     N = T // cell_size
     return (
         q.new_empty(q.shape),
+        q.new_empty(_rest_shape(q, keep), dtype=torch.int8),
         q.new_empty((B, T, H), dtype=torch.float32),
         *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k),
     )
@@ -96,7 +103,7 @@ def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block
 @torch.library.custom_op("longpitch::freesolo_backward", mutates_args=())
 def _freesolo_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor,
-    out: Tensor, lse: Tensor, picks: Tensor, order: Tensor, lists: Tensor,
+    out: Tensor, rest: Tensor, lse: Tensor, picks: Tensor, order: Tensor, lists: Tensor,
     window: int, cell_size: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, d_alpha, d_gain."""
@@ -121,7 +128,7 @@ def _freesolo_backward(
     for heads in chunks:
         prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), heads=heads, rotated=rotated)
         read_forward(q, k, v, strides, v_strides, choice, parts, G, cell_size, heads)
-        norm_backward(parts, picks, out, d_out, v, alpha, gain, gradient, (delta, d_alpha, d_gain), G, eps, heads)
+        norm_backward(parts, picks, out, rest, d_out, v, alpha, gain, gradient, (delta, d_alpha, d_gain), G, eps, heads)
         read_backward(q, k, v, strides, v_strides, gradient, choice, parts, shares, G, cell_size, heads)
         config = key_config(q.dtype, DP)
         _window_bwd_key_kernel[(triton.cdiv(T, config["BN"]) * len(heads),)](
@@ -139,18 +146,18 @@ def _freesolo_backward(
 
 
 @_freesolo_backward.register_fake
-def _(d_out, q, k, v, alpha, gain, cos, sin, out, lse, picks, order, lists, window, cell_size, eps):
+def _(d_out, q, k, v, alpha, gain, cos, sin, out, rest, lse, picks, order, lists, window, cell_size, eps):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, alpha, gain))
 
 
 def _keep_freesolo(ctx, inputs, output):
-    *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _ = inputs
+    *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _, _ = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _freesolo_grads(ctx, d_out, *_):
     grads = _freesolo_backward(d_out, *ctx.saved_tensors, ctx.window, ctx.cell_size, ctx.eps)
-    return *grads, *[None] * 12
+    return *grads, *[None] * 13
 
 
 _freesolo.register_autograd(_freesolo_grads, setup_context=_keep_freesolo)
@@ -266,6 +273,10 @@ def _empty_rotated(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> tupl
     )
 
 
+def _rest_shape(q: Tensor, keep: bool) -> tuple[int, ...]:
+    return tuple(q.shape) if keep and q.dtype != torch.float32 else (0,)
+
+
 def _fake_choice(q: Tensor, BG: int, N: int, pairs: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     return (
         q.new_empty((*q.shape[:3], top_k), dtype=torch.int32),
@@ -304,9 +315,10 @@ def triton_freesolo(
     _check_kernel_sizes(q.shape[3], cell_size, top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
     return _freesolo(
         q, k, v, alpha.contiguous(), gain.contiguous(), rope_cos.contiguous(), rope_sin.contiguous(), sigma, lam,
-        window, cell_size, query_block, top_k, retain, recent, eps, deterministic,
+        window, cell_size, query_block, top_k, retain, recent, eps, deterministic, wanted,
     )[0]  # fmt: skip
 
 

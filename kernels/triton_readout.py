@@ -17,10 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_cells import TILE, Choice, run_length
-from kernels.triton_tools import LOG2E, dot, fine_dtype, head_lanes, padded_dim, token_strides
+from kernels.triton_tools import LOG2E, dot, fine_dtype, head_lanes, padded_dim, token_strides, with_rest
 from kernels.triton_window import gradient_scale, merge_slots
 
-NORM_ROWS = 64  # rows that one program of the RMSNorm's backward takes
+NORM_ROWS = 128  # rows that one program of the RMSNorm's backward takes
+
+READ_BWD_CONFIG = {"num_warps": 4, "num_stages": 1}
+READ_FWD_CONFIG = {"num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -105,10 +108,10 @@ def _merge_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, out_ptr, do_ptr, v_ptr, alpha_ptr, gain_ptr,
+    part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, out_ptr, rest_ptr, do_ptr, v_ptr, alpha_ptr, gain_ptr,
     du_ptr, du_size_ptr, lse_ptr, delta_u_ptr, delta_local_ptr, d_alpha_ptr, d_gain_ptr, bound_ptr,
     do_sb, do_st, do_sh, v_sb, v_st, v_sh, T, G, head_start, eps,
-    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_REST: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Backward of out = local + alpha * gain * u / rms(u) for a tile of rows of one head.
 
@@ -144,7 +147,10 @@ def _norm_bwd_kernel(
     _store_scaled(du_ptr, du_size_ptr, du, pair, in_rows, lane, there, D)
     tl.store(lse_ptr + token, lse, mask=in_rows)
     tl.store(delta_u_ptr + token, tl.sum(du * u, 1), mask=in_rows)
-    out = tl.load(out_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0)
+    if HAS_REST:  # local may be far smaller than what rounding took from out
+        out = with_rest(out, tl.load(rest_ptr + token[:, None] * D + lane[None, :], mask=here, other=0))
+    out = out.to(tl.float32)
     tl.store(delta_local_ptr + token, tl.sum(out * d_out, 1) - alpha * share, mask=in_rows)
     tl.atomic_max(bound_ptr + 3 * group, largest_norm(d_out), sem="relaxed")
     # rows that chose nothing have a du that nobody reads
@@ -189,20 +195,20 @@ def _scale_rows_kernel(
         here = in_rows[:, None] & there[None, :]
         h = g * R + tile % R
         token = (b * T + rows) * (G * R) + h
-        at = du_ptr + b * du_sb + h * du_sh + rows.to(tl.int64)[:, None] * du_st + lane[None, :]
-        du = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        du_at = du_ptr + b * du_sb + h * du_sh + rows.to(tl.int64)[:, None] * du_st + lane[None, :]
+        du = tl.load(du_at, mask=here, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + token[:, None] * D + lane[None, :], mask=here, other=0.0).to(tl.float32)
         _store_scaled(scaled_ptr, size_ptr, du, (chunk_g * T + rows) * R + tile % R, in_rows, lane, there, D)
         tl.store(delta_ptr + token, tl.sum(u * du, 1), mask=in_rows)
         tl.atomic_max(bound_ptr + 3 * group + 2, largest_norm(du), sem="relaxed")
     else:
         cell = (tile - tiles).to(tl.int64)
-        present = True
-        if HAS_INDEX:
-            present = tl.load(index_ptr + group * N + cell) >= 0
         inside = tl.arange(0, S)
-        at = v_ptr + b * v_sb + g * v_sg + cell * v_sn + inside[:, None] * v_ss + lane[None, :]
-        v = tl.load(at, mask=present & (inside < S)[:, None] & there[None, :], other=0.0).to(tl.float32)
+        present = inside < S
+        if HAS_INDEX:
+            present = present & (tl.load(index_ptr + group * N + cell) >= 0)
+        v_at = v_ptr + b * v_sb + g * v_sg + cell * v_sn + inside[:, None] * v_ss + lane[None, :]
+        v = tl.load(v_at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
         tl.atomic_max(bound_ptr + 3 * group + 1, largest_norm(v), sem="relaxed")
 
 
@@ -396,7 +402,7 @@ def read_forward(
     _read_fwd_kernel[(capacity // TILE * len(heads),)](
         q, k, v, choice.picks, choice.order, *parts, *token_strides(q), *k_strides, *v_strides,
         T, G, heads.start, capacity, D**-0.5,
-        R=H // G, K=choice.picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, num_warps=4, num_stages=1,
+        R=H // G, K=choice.picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, **READ_FWD_CONFIG,
     )  # fmt: skip
 
 
@@ -440,7 +446,7 @@ def read_backward(
         q, k, v, *gradient, choice.order, choice.lists, parts.x, parts.size, *shares, *token_strides(q), *k_strides,
         *v_strides, T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
         R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, RUN=run_length(T * (H // G) * K),
-        num_warps=4, num_stages=1,
+        **READ_BWD_CONFIG,
     )  # fmt: skip
     _sum_runs_kernel[(triton.cdiv(cell_size * D, 512) * N * len(heads),)](
         *shares, choice.lists, *(out or shares), N, heads.start, extra,
@@ -470,15 +476,16 @@ def merge_parts(parts: Parts, picks: Tensor, u: Tensor, lse: Tensor, G: int, hea
 
 
 def norm_backward(
-    parts: Parts, picks: Tensor, out: Tensor, d_out: Tensor, v: Tensor, alpha: Tensor, gain: Tensor,
+    parts: Parts, picks: Tensor, out: Tensor, rest: Tensor, d_out: Tensor, v: Tensor, alpha: Tensor, gain: Tensor,
     gradient: ReadoutGradient, outputs: tuple[Tensor, Tensor, Tensor], G: int, eps: float, heads: range,
 ) -> None:  # fmt: skip
     """Fill `gradient` and `outputs` (delta of the local branch, shares of d_alpha and d_gain) of `heads`."""
     _, T, H, D = d_out.shape
     _norm_bwd_kernel[(triton.cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
-        *parts, picks, out, d_out, v, alpha, gain, *gradient[:4], *outputs, gradient.bound, *token_strides(d_out),
+        *parts, picks, out, rest, d_out, v, alpha, gain, *gradient[:4], *outputs, gradient.bound, *token_strides(d_out),
         *token_strides(v), T, G, heads.start, eps,
-        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=NORM_ROWS,
+        R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_REST=rest.numel() > 0, BM=NORM_ROWS,
+        num_warps=8,
     )  # fmt: skip
 
 

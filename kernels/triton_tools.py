@@ -88,3 +88,20 @@ def split_halves(x, ROWS: tl.constexpr, DP: tl.constexpr):
 def dot(a, b, acc=None):
     """Matmul with fp32 sums; fp32 operands are multiplied in fp32, never in tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounding_rest(x, rounded):
+    """What rounding to 16 bits left of fp32 x, as int8: a share of the largest that it can leave of that number."""
+    UNIT: tl.constexpr = 127 * 2.0**8 if rounded.dtype == tl.bfloat16 else 127 * 2.0**11
+    high = rounded.to(tl.float32)
+    share = (x - high) / tl.where(high == 0, 1.0, high) * UNIT
+    share = tl.where(high == 0, 0.0, tl.minimum(tl.maximum(share, -127.0), 127.0))
+    return tl.floor(share + 0.5).to(tl.int8)
+
+
+@triton.jit
+def with_rest(rounded, rest):
+    """fp32 x again, to 15 bits, or 18 of fp16."""
+    UNIT: tl.constexpr = 127 * 2.0**8 if rounded.dtype == tl.bfloat16 else 127 * 2.0**11
+    return rounded.to(tl.float32) * (1.0 + rest.to(tl.float32) / UNIT)

@@ -21,6 +21,7 @@ from kernels.triton_tools import (
     head_lanes,
     padded_dim,
     rotate_pair,
+    rounding_rest,
     split_halves,
     token_strides,
 )
@@ -96,13 +97,13 @@ def merge_slots(
 
 @triton.jit
 def _window_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, part_size_ptr, picks_ptr, alpha_ptr,
-    gain_ptr, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
+    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, rest_ptr, lse_ptr, part_ptr, part_lse_ptr, part_size_ptr, picks_ptr,
+    alpha_ptr, gain_ptr, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
     Tq, Tk, G, head_start, WINDOW, query_offset, scale, eps,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_READ: tl.constexpr, KEEP_REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Window attention; HAS_READ adds the readout.
+    """Window attention; HAS_READ adds the readout, KEEP_REST stores what rounding left of the output.
 
     Then q and k are a chunk of heads that starts at head_start; everything else holds all heads.
     """
@@ -166,7 +167,11 @@ def _window_fwd_kernel(
         alpha = tl.load(alpha_ptr + h).to(tl.float32)
         gain = tl.load(gain_ptr + lanes, mask=there, other=0.0).to(tl.float32)
         local += (alpha * gain)[None, :] * u * tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
-    tl.store(out_ptr + token[:, None] * D + lanes[None, :], local.to(out_ptr.dtype.element_ty), mask=here)
+    at = token[:, None] * D + lanes[None, :]
+    rounded = local.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, rounded, mask=here)
+    if KEEP_REST:
+        tl.store(rest_ptr + at, rounding_rest(local, rounded), mask=here)
 
 
 @triton.jit
@@ -486,11 +491,11 @@ def window_forward(
     lse = torch.empty(B, Tq, H, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(Tq, config["BM"]) * B * H,)
     _window_fwd_kernel[grid](
-        q, k, v, q if first_key is None else first_key, out, lse, out, lse, lse, lse, lse, lse,
+        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse, lse,
         *token_strides(q), *token_strides(k), *token_strides(v),
         Tq, Tk, G, 0, window or 0, query_offset, scale, 0.0,
         R=H // G, D=D, DP=DP, K=1, HAS_WINDOW=window is not None, HAS_FIRST=first_key is not None,
-        HAS_READ=False, **config,
+        HAS_READ=False, KEEP_REST=False, **config,
     )  # fmt: skip
     return out, lse
 
