@@ -43,7 +43,9 @@ def freesolo_attention(
     q, k and v get gradient from both branches, alpha and gain from the sum; selection passes none.
 
     Args:
-        q: unrotated queries [B, T, H, D], any float dtype; less than fp32 is computed in fp32.
+        q: unrotated queries [B, T, H, D], any float dtype; less than fp32 is computed in fp32. The Triton kernels
+            multiply bf16 numbers as fp16 in places, so no number of q, k or v may be beyond 65,504: it would come out
+            as infinity.
         k, v: unrotated keys, and values [B, T, G, D], H a multiple of G.
         alpha: weight of the readout [H].
         gain: RMSNorm gain of the readout [D].

@@ -22,9 +22,6 @@ from kernels.triton_window import gradient_scale, merge_slots
 
 NORM_ROWS = 128  # rows that one program of the RMSNorm's backward takes
 
-READ_BWD_CONFIG = {"num_warps": 4, "num_stages": 1}
-READ_FWD_CONFIG = {"num_warps": 4, "num_stages": 1}
-
 
 @triton.jit
 def _store_scaled(part_ptr, size_ptr, x, row, real, lane, there, D: tl.constexpr):
@@ -75,7 +72,8 @@ def _read_fwd_kernel(
         peak = tl.max(logits, 1)
         weights = tl.exp2(logits - peak[:, None])
         total = tl.sum(weights, 1)
-        out = dot(weights.to(v.dtype), v) / total[:, None]
+        FINE: tl.constexpr = part_ptr.dtype.element_ty
+        out = dot(weights.to(FINE), v.to(FINE)) / total[:, None]
         row = chunk_g * T * (R * K) + pair
         _store_scaled(part_ptr, part_size_ptr, out, row, real, lane, there, D)
         tl.store(part_lse_ptr + row, peak + tl.log2(total), mask=real)
@@ -402,7 +400,7 @@ def read_forward(
     _read_fwd_kernel[(capacity // TILE * len(heads),)](
         q, k, v, choice.picks, choice.order, *parts, *token_strides(q), *k_strides, *v_strides,
         T, G, heads.start, capacity, D**-0.5,
-        R=H // G, K=choice.picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, **READ_FWD_CONFIG,
+        R=H // G, K=choice.picks.shape[3], D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -446,7 +444,7 @@ def read_backward(
         q, k, v, *gradient, choice.order, choice.lists, parts.x, parts.size, *shares, *token_strides(q), *k_strides,
         *v_strides, T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
         R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, RUN=run_length(T * (H // G) * K),
-        **READ_BWD_CONFIG,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     _sum_runs_kernel[(triton.cdiv(cell_size * D, 512) * N * len(heads),)](
         *shares, choice.lists, *(out or shares), N, heads.start, extra,
@@ -485,7 +483,7 @@ def norm_backward(
         *parts, picks, out, rest, d_out, v, alpha, gain, *gradient[:4], *outputs, gradient.bound, *token_strides(d_out),
         *token_strides(v), T, G, heads.start, eps,
         R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_REST=rest.numel() > 0, BM=NORM_ROWS,
-        num_warps=8,
+        num_warps=4,
     )  # fmt: skip
 
 

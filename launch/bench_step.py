@@ -1,22 +1,27 @@
 """`longpitch bench step`: a recipe's whole training step with each attention kind, and where its time goes.
 
-One GPU, random tokens, the engine that `train` uses. "dense" is the same model with torch's own attention (SDPA).
+One GPU, random tokens, the engine that `train` uses. "dense" is the same model with torch's own attention (SDPA), with
+the fastest kernel that torch has (cuDNN's); "dense-fa2" takes FlashAttention-2 instead.
 """
 
 import re
 import time
 from dataclasses import replace
 from datetime import date
+from unittest.mock import patch
 
 import torch
 import triton
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.engine import ModelInput, OptimizerSettings, TrainEngine
 from megatron_ext.model import build_model, slice_context
 from recipes.schema import Recipe
 
+FA2 = "-fa2"
 # names of GPU kernels -> what they do; the first that matches counts, the rest are elementwise work and norms
 GROUPS = (
     ("attention", r"window|select|read_|prepare|pool|leave|order|offset|merge|norm_bwd|sum_runs|sum_slots|rotate"
@@ -42,7 +47,9 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
     print(f"{recipe.model.num_layers} layers x {recipe.model.hidden_size}, {micro_batch} x {length} tokens; {where}")
     rows = []
     for kind in kinds:
-        row = {"kind": kind, **_measure(_with_kind(recipe, kind), layout, micro_batch, steps)}
+        sdpa = [SDPBackend.FLASH_ATTENTION] if kind.endswith(FA2) else attention.SDPA_FASTEST_FIRST
+        with patch.object(attention, "SDPA_FASTEST_FIRST", sdpa):
+            row = {"kind": kind, **_measure(_with_kind(recipe, kind), layout, micro_batch, steps)}
         rows.append(row)
         shares = "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
         print(
@@ -54,7 +61,8 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
 
 
 def _with_kind(recipe: Recipe, kind: str) -> Recipe:
-    return replace(recipe, model=replace(recipe.model, attention=replace(recipe.model.attention, kind=kind)))
+    changed = replace(recipe.model.attention, kind=kind.removesuffix(FA2))
+    return replace(recipe, model=replace(recipe.model, attention=changed))
 
 
 def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> dict:

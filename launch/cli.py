@@ -116,7 +116,7 @@ def step_bench(
     recipe: RecipePath,
     overrides: Overrides = None,
     kind: Annotated[
-        list[str] | None, typer.Option(help="attention kind to time; default: dense and the recipe's own")
+        list[str] | None, typer.Option(help="attention kind to time; default: dense, dense-fa2 and the recipe's own")
     ] = None,
     micro_batch: Annotated[int, typer.Option(help="sequences a step", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="timed steps", min=1)] = 10,
@@ -129,7 +129,7 @@ def step_bench(
 
     bench_step(
         loaded,
-        tuple(kind or dict.fromkeys(["dense", loaded.model.attention.kind])),
+        tuple(kind or dict.fromkeys(["dense", "dense-fa2", loaded.model.attention.kind])),
         micro_batch=micro_batch,
         steps=steps,
     )
