@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launch.convert import ModelOverrides
 from launch.convert import app as convert_app
 from recipes.load import RecipeError, load_recipe
 
@@ -69,11 +70,12 @@ def generate(
     run: RunPath,
     prompt: Annotated[list[str], typer.Option(help="text to go on from; may be given several times")],
     tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 32,
+    overrides: ModelOverrides = None,
 ) -> None:
     """Continue prompts greedily with the weights of a run."""
     from launch.generate import greedy
 
-    for text in greedy(run, prompt, tokens):
+    for text in greedy(run, prompt, tokens, overrides):
         typer.echo(text + "\n" + "-" * 20)
 
 

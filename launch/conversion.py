@@ -6,7 +6,7 @@ written over.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -51,10 +51,10 @@ def import_model(source: Path, out: Path, kind: str, overrides: list[str], *, sh
     with new_folder(out) as folder, one_process():
         importer = Importer(weights, model, weight_shapes(model))
         copy_tokenizer(source, folder / "tokenizer")
-        _write_recipe(folder, out.absolute(), model, f"weights and tokenizer of {source}")
+        write_recipe(folder, out.absolute(), model, f"weights and tokenizer of {source}")
         facts = {"model": model_facts(model), "source": str(source)}
         step = folder / "checkpoints" / "step_0"
-        checkpoint.save_weights(step, _progress(importer, "import"), facts, shard_bytes=shard_bytes)
+        checkpoint.save_weights(step, show_progress(importer, "import"), facts, shard_bytes=shard_bytes)
     return out
 
 
@@ -76,13 +76,22 @@ def _imported_section(source: Path, kind: str, overrides: list[str]) -> ModelCon
     return model
 
 
-def export_model(run: Path, out: Path, *, dtype: str, max_positions: int | None, shard_bytes: int) -> Path:
+def export_model(
+    run: Path,
+    out: Path,
+    *,
+    dtype: str = "stored",
+    max_positions: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overrides: list[str] | None = None,
+) -> Path:
     """Write the newest checkpoint of a run (or the one that `run` names) as a Hugging Face folder.
 
     Args:
         dtype: fp32, bf16, or "stored" for what the checkpoint holds (fp32 after ZeRO 1-3).
         max_positions: tokens, for config.json; None takes the recipe's seq_length.
         shard_bytes: weights are split into files of at most so many bytes.
+        overrides: `model.key=value`, such as another gate_threshold.
 
     Raises:
         ValueError: transformers has nothing that computes this model, the checkpoint does not fit its recipe, or `out`
@@ -92,7 +101,8 @@ def export_model(run: Path, out: Path, *, dtype: str, max_positions: int | None,
         raise RecipeError(f"--dtype {dtype} is not one of stored, {', '.join(DTYPES)}")
     step = checkpoint.find(run)
     home = step.parent.parent
-    model, tokenizer = model_of(home), find_tokenizer(home)
+    model, tokenizer = override_model(model_of(home), overrides or []), find_tokenizer(home)
+    check_model(model)
     weights = checkpoint.stored_weights(step)
     with new_folder(out) as folder, one_process():
         shapes = weight_shapes(model)
@@ -101,27 +111,36 @@ def export_model(run: Path, out: Path, *, dtype: str, max_positions: int | None,
         positions = max_positions or model.seq_length
         write_surroundings(folder, model, tokenizer, dtype=str(kept).removeprefix("torch."), max_positions=positions)
         writer = ShardWriter(folder, shard_bytes=shard_bytes)
-        export_weights(weights, model, shapes, writer, dtype=wanted, progress=lambda names: _progress(names, "export"))
+        export_weights(
+            weights, model, shapes, writer, dtype=wanted, progress=lambda names: show_progress(names, "export")
+        )
     return out
 
 
-def _write_recipe(folder: Path, final: Path, model: ModelConfig, origin: str) -> None:
-    """A recipe that names this model: `generate` reads it, and a training recipe takes it as its base."""
-    model.init_from = str(final)
-    recipe = OmegaConf.create({"model": OmegaConf.structured(model), "data": {"tokenizer": str(final / "tokenizer")}})
+def write_recipe(folder: Path, final: Path, model: ModelConfig, origin: str, **data: str) -> None:
+    """A recipe that names this model: `generate` reads it, and a training recipe takes it as its base.
+
+    Args:
+        folder: where it is written. final: what that folder will be called.
+        origin: where the weights come from, in words.
+        data: keys of the data section beside the tokenizer.
+    """
+    section = OmegaConf.structured(replace(model, init_from=str(final)))
+    recipe = OmegaConf.create({"model": section, "data": {"tokenizer": str(final / "tokenizer"), **data}})
     head = f"# The model made by `longpitch convert`: {origin}.\n# Use it as `base:` of a training recipe.\n"
     (folder / "recipe.yaml").write_text(head + OmegaConf.to_yaml(recipe))
 
 
 @contextmanager
-def one_process() -> Iterator[None]:
+def one_process(device: str = "cpu") -> Iterator[None]:
     """megatron-core builds no layer, not even without memory, outside its groups."""
-    init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
+    init_layout(tensor=1, context=1, device=device, timeout_seconds=60.0)
     try:
         yield
     finally:
         leave_layout()
 
 
-def _progress(items: Iterable, what: str) -> Iterable:
-    return tqdm(items, desc=what, unit=" tensors", delay=2.0)
+def show_progress(items: Iterable, what: str) -> Iterable:
+    """`items`, with a line that says how many are done and how long the rest takes, if it takes seconds."""
+    return tqdm(items, desc=what, delay=2.0)

@@ -10,21 +10,24 @@ from launch.run_directory import find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.load import override_model
 from recipes.schema import ModelConfig, Recipe
 
 
-def greedy(path: str | Path, prompts: list[str], num_tokens: int) -> list[str]:
+def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: list[str] | None = None) -> list[str]:
     """Each prompt with up to `num_tokens` most likely next tokens, as text; stops at the end of a document.
 
     Args:
         path: a run directory or one of its checkpoints.
+        overrides: `model.key=value`, such as another gate_threshold.
 
     Raises:
         ValueError: no complete checkpoint, or an empty prompt.
     """
     step = checkpoint.find(path)
     run = step.parent.parent
-    config, tokenizer = model_of(run), AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
+    config = override_model(model_of(run), overrides or [])
+    tokenizer = AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
     if not all(prompts):
         raise ValueError("a prompt is empty; give at least one character")
     init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)

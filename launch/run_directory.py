@@ -97,10 +97,18 @@ def find_tokenizer(run: Path) -> Path:
     own = run / "tokenizer"
     if own.is_dir():
         return own
+    beside = find_shards(run) / "tokenizer"
+    if not beside.is_dir():
+        raise ValueError(f"{run}: neither {own} nor {beside} exists; copy its tokenizer to one of them")
+    return beside
+
+
+def find_shards(run: Path) -> Path:
+    """The folder of shards that a run trained on."""
     shards = OmegaConf.select(OmegaConf.load(run / "recipe.yaml"), "data.shards")
-    if shards is None or not (Path(shards) / "tokenizer").is_dir():
-        raise ValueError(f"{run}: neither {own} nor the tokenizer folder of its data.shards {shards} exists")
-    return Path(shards) / "tokenizer"
+    if shards is None:
+        raise ValueError(f"{run / 'recipe.yaml'} names no data.shards; add `shards: FOLDER` under `data:` there")
+    return Path(shards)
 
 
 def _step_of(line: str) -> int | None:

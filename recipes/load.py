@@ -196,6 +196,8 @@ def _check_model(recipe: Recipe) -> None:
         _refuse("model.head_dim", model.head_dim or width, "must be even, for rotary positions, and above 0")
     if model.num_kv_heads is not None and (model.num_kv_heads < 1 or model.num_heads % model.num_kv_heads):
         _refuse("model.num_heads", model.num_heads, f"is not a multiple of model.num_kv_heads {model.num_kv_heads}")
+    if not 1 <= model.token_rows <= model.vocab_size:
+        _refuse("model.vocab_tokens", model.vocab_tokens, f"must be 1 to model.vocab_size {model.vocab_size}")
     if attention.closed_layers:
         _check_closed_layers(model)
     if attention.query_block % attention.cell_size:

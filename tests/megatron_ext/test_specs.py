@@ -52,6 +52,19 @@ def logits(model: LanguageModel, config: ModelConfig = MODEL) -> torch.Tensor:
     return model(tokens, slice_context(config, torch.zeros(2, 40, dtype=torch.int64), start=0, length=40))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_closed_layers_have_one_look(recompute):
+    attention = replace(MODEL.attention, kind="l2a", closed_layers=[0, 2])
+    model = build_model(replace(MODEL, num_layers=4, attention=attention), recompute=recompute)
+    assert [isinstance(layer, L2ALayer) for layer in model.decoder.layers] == [False, True, False, True]
+    assert [layer.layer_number for layer in model.decoder.layers] == [1, 2, 3, 4]
+    assert {core_of.window for core_of in (layer.self_attention.core_attention for layer in model.decoder.layers)} == {
+        9
+    }
+    usual = build_model(replace(MODEL, num_layers=4, attention=replace(attention, closed_layers=[])))
+    assert type(model.decoder.final_layernorm) is type(usual.decoder.final_layernorm)
+
+
 def test_recipes_and_specs_know_the_same_kinds():
     assert tuple(CORE_ATTENTIONS) == ATTENTION_KINDS
     assert tuple(GLOBAL_ATTENTIONS) == L2A_KINDS

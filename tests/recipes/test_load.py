@@ -224,6 +224,15 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["model.attention.window=-1"], ["model.attention.window = -1"], id="window"),
         pytest.param(["data.heldout_fraction=1"], ["data.heldout_fraction = 1.0", "[0, 1)"], id="heldout"),
         pytest.param(["data.heldout_fraction=-0.1"], ["data.heldout_fraction = -0.1"], id="heldout-negative"),
+        pytest.param(["model.vocab_tokens=0"], ["model.vocab_tokens = 0", "must be 1 to"], id="no-tokens"),
+        pytest.param(["model.vocab_tokens=999999"], ["model.vocab_tokens = 999999"], id="more-tokens-than-rows"),
+        pytest.param(["model.attention.closed_layers=[0]"], ["for the kinds l2a", "not for swa"], id="closed-dense"),
+        pytest.param(
+            ["model.attention.kind=l2a", "model.attention.closed_layers=[0, 0]"], ["each once"], id="closed-twice"
+        ),
+        pytest.param(
+            ["model.attention.kind=l2a", "model.attention.closed_layers=[99]"], ["must name layers"], id="closed-beyond"
+        ),
         pytest.param(["model.hidden_size=50"], ["hidden_size = 50", "num_heads 6"], id="width"),
         pytest.param(["model.num_heads=16"], ["model.head_dim = 3", "even"], id="odd-head-dim-of-width"),
         pytest.param(["model.head_dim=7"], ["model.head_dim = 7", "even"], id="odd-head-dim"),
