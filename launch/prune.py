@@ -82,10 +82,10 @@ def prune(
 def _load(model: ModelConfig, step: Path, device: str) -> LanguageModel:
     """The whole model on one device: bf16 on a GPU, fp32 on a CPU."""
     chosen = pick_device(device)
-    on_gpu = chosen.type == "cuda"
-    built = build_model(model, dtype=torch.bfloat16 if on_gpu else torch.float32, fused=on_gpu)
+    dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
+    built = build_model(model, dtype=dtype, fused=chosen.type == "cuda")
     checkpoint.load_weights(built, step)
-    return built.eval().to(chosen)
+    return built.eval().to(chosen, dtype)  # megatron-core builds norms in fp32
 
 
 def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_closed: float) -> Pruned:
