@@ -152,6 +152,7 @@ def _(d_out, q, k, v, alpha, gain, cos, sin, out, rest, lse, picks, order, lists
 
 def _keep_freesolo(ctx, inputs, output):
     *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _, _ = inputs
+    ctx.set_materialize_grads(False)  # else zeros as large as every output that takes no gradient
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -224,6 +225,7 @@ def _(du, q, k_cells, v_cells, index, u, lse, picks, order, lists):
 
 
 def _keep_read(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], *output)
 
 

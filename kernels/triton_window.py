@@ -556,6 +556,7 @@ def _(d_out, q, k, v, out, lse, window, query_offset, first_key, scale):
 
 def _keep(ctx, inputs, output):
     q, k, v, ctx.window, ctx.query_offset, first_key, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, first_key)
 
 
