@@ -86,6 +86,7 @@ def _transformer_config(model: ModelConfig, *, tensor: int, context: int, dtype:
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=model.init_std,
