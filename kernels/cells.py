@@ -174,7 +174,7 @@ def _kept(priority: Tensor, index: Tensor, starts: Tensor, cell_size: int, retai
 def choose_cells(
     q: Tensor,
     k_cells: Tensor,
-    cell_index: Tensor,
+    cell_index: Tensor | None,
     *,
     query_start: int = 0,
     query_block: int,
@@ -196,6 +196,7 @@ def choose_cells(
         check_ranking(q, k_cells.shape[3], query_start, query_block, **ranking)
         place = {"query_start": query_start, "query_block": query_block}
         return triton_choose_cells(q, k_cells, cell_index, **place, **ranking)
+    cell_index = number_cells(k_cells) if cell_index is None else cell_index
     chosen = []
     for columns, picks in _select(q, k_cells, cell_index, query_start, query_block, **ranking):
         index = F.pad(take_cells(cell_index, columns), (0, 1), value=-1)  # one more, for the picks that are padding
@@ -293,7 +294,7 @@ def read_cells(
     q: Tensor,
     k_cells: Tensor,
     v_cells: Tensor,
-    cell_index: Tensor,
+    cell_index: Tensor | None,
     *,
     query_start: int = 0,
     query_block: int,
@@ -315,6 +316,7 @@ def read_cells(
         q: unrotated queries [B, T, H, D] of any float dtype, at global positions query_start ...
         k_cells, v_cells: the table [B, G, N, s, D], unrotated keys and values, H a multiple of G.
         cell_index: global cell indices, int64 [B, G, N], ascending; -1 is padding and may stand over any content.
+            None: the table is the whole sequence up to there, cells 0 .. N-1.
         query_start: position of the first query, a multiple of `query_block`.
         query_block: Bq, a multiple of the cell size.
         top_k: K.
@@ -339,6 +341,7 @@ def read_cells(
         check_ranking(q, k_cells.shape[3], query_start, query_block, **ranking)
         place = {"query_start": query_start, "query_block": query_block}
         return triton_read_cells(q, k_cells, v_cells, cell_index, **place, **ranking, deterministic=deterministic)
+    cell_index = number_cells(k_cells) if cell_index is None else cell_index
     blocks = _select(q, k_cells, cell_index, query_start, query_block, **ranking)
     # a masked token still enters the softmax, with weight 0: padding that holds NaN must not come through
     padding = (cell_index < 0)[..., None, None]
@@ -392,11 +395,11 @@ def _per_head(value: float | Tensor, num_kv_heads: int, device: torch.device) ->
     return value.view(num_kv_heads, -1, 1, 1) if value.dim() else value
 
 
-def _check_table(q: Tensor, k_cells: Tensor, cell_index: Tensor) -> None:
+def _check_table(q: Tensor, k_cells: Tensor, cell_index: Tensor | None) -> None:
     if k_cells.dim() != 5:
         raise ValueError(f"k_cells must be [batch, kv heads, cells, cell_size, head_dim], got {list(k_cells.shape)}")
     check_heads(q, k_cells.flatten(2, 3).transpose(1, 2))
-    if cell_index.shape != k_cells.shape[:3]:
+    if cell_index is not None and cell_index.shape != k_cells.shape[:3]:
         raise ValueError(f"cell_index must be {list(k_cells.shape[:3])}, got {list(cell_index.shape)}")
 
 

@@ -17,7 +17,7 @@ class CellTable(NamedTuple):
 
     k: torch.Tensor  # [B, G, N, s, D]
     v: torch.Tensor  # [B, G, N, s, D]
-    index: torch.Tensor  # [B, G, N] int64, -1 for padding
+    index: torch.Tensor | None  # [B, G, N] int64, -1 for padding; None: every cell from 0 on
 
 
 def _take_cells(cells: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -42,17 +42,15 @@ def candidate_cells(
     ranks, rank = group_size(group), group_rank(group)
     if ranks == 1:
         return CellTable(k_cells, v_cells, index)
-    offered_k, offered_v, offered_index = k_cells, v_cells, index
+    offered_k, offered_v = k_cells, v_cells
     if retain is not None:
         places = offered_cells(cell_priority(k_cells), index, retain=retain, recent=recent)
         offered_k, offered_v = _take_cells(k_cells, places), _take_cells(v_cells, places)
         offered_index = index.gather(2, places.clamp(min=0)).masked_fill(places < 0, -1)
+        indices = all_gather_constant(offered_index, group, "cells")
+        index = torch.cat((*indices[:rank], index), dim=2)
     cells = all_gather(torch.stack((offered_k, offered_v)), group, "cells")
-    indices = all_gather_constant(offered_index, group, "cells")
     # the empty slice keeps rank 0 in the backward
     earlier = torch.cat((cells[0, :, :, :, :0], *cells[:rank]), dim=3)
-    return CellTable(
-        torch.cat((earlier[0], k_cells), dim=2),
-        torch.cat((earlier[1], v_cells), dim=2),
-        torch.cat((*indices[:rank], index), dim=2),
-    )
+    k_cells, v_cells = torch.cat((earlier[0], k_cells), dim=2), torch.cat((earlier[1], v_cells), dim=2)
+    return CellTable(k_cells, v_cells, None if retain is None else index)

@@ -84,6 +84,25 @@ def test_freesolo(B, T, H, G, D, kwargs, dtype):
     compare(freesolo_attention, inputs, dtype, **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_operators_describe_themselves(dtype):
+    """Schemas and fake implementations agree with what runs: torch.compile keeps one graph by them."""
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    q, k, v = (torch.randn(1, 64, heads, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
+    alpha, gain, sigma, lam = torch.ones(2), torch.ones(16), torch.full((2,), 4.0), torch.ones(2)
+    cos, sin = rope_tables(torch.arange(64), 16, 10000.0)
+    sizes = (9, 16, 16, 2, None, 8, 1e-8, False)  # window .. deterministic
+    for keep in (True, False):
+        whole = torch.ops.longpitch.freesolo.default
+        torch.library.opcheck(whole, (q, k, v, alpha, gain, cos, sin, sigma, lam, *sizes, keep), test_utils=checks)
+    cells = (split_cells(x.detach(), 16).requires_grad_() for x in (k, v))
+    table = (q, *cells, None, sigma, lam, 0, 16, 2, None, 8, False)
+    torch.library.opcheck(torch.ops.longpitch.read_cells.default, table, test_utils=checks)
+    torch.library.opcheck(torch.ops.longpitch.rotate.default, (q, cos, sin, 1.0), test_utils=checks)
+    window = (q, k, v, 9, 0, None, 0.25)
+    torch.library.opcheck(torch.ops.longpitch.window_attention.default, window, test_utils=checks)
+
+
 def test_chunks_of_heads(monkeypatch):
     chunks = kernels.triton_readout.head_chunks
     monkeypatch.setattr(kernels.triton_freesolo, "head_chunks", lambda BG, _: chunks(BG, 1, budget=2))
@@ -143,6 +162,20 @@ def test_table_of_offered_cells(retain):
     rows = inputs["q"][:, start:]
     part = choose_cells(rows, cells_of(inputs["k"]), table, query_start=start, **ranking, backend="triton")
     assert torch.equal(part, whole[:, start:])
+
+
+def test_table_of_every_cell():
+    """Without an index the table is cells 0 .. N-1, also for queries that start later."""
+    start, ranking = 96, {"query_block": 48, "top_k": 3, "sigma": 4.0, "lam": 0.3, "retain": None, "recent": 2}
+    inputs = normal(q=(1, 90, 4, 16), k=(1, 192, 2, 16), v=(1, 192, 2, 16))
+
+    def read(q, k, v, backend, numbered=False):
+        cells = split_cells(k, 16)
+        index = number_cells(cells) if numbered else None
+        return read_cells(q, cells, split_cells(v, 16), index, query_start=start, **ranking, backend=backend)
+
+    compare(read, inputs)
+    assert torch.equal(read(**inputs, backend="reference"), read(**inputs, backend="reference", numbered=True))
 
 
 def test_sizes_that_the_kernels_refuse():
