@@ -43,9 +43,8 @@ def freesolo_attention(
     q, k and v get gradient from both branches, alpha and gain from the sum; selection passes none.
 
     Args:
-        q: unrotated queries [B, T, H, D], any float dtype; less than fp32 is computed in fp32. The Triton kernels
-            multiply bf16 numbers as fp16 in places, so no number of q, k or v may be beyond 65,504: it would come out
-            as infinity.
+        q: unrotated queries [B, T, H, D], any float dtype; less than fp32 is computed in fp32. The Triton kernels take
+            bf16 as fp16 in places: a number of q, k or v beyond 65,504 comes out as infinity.
         k, v: unrotated keys, and values [B, T, G, D], H a multiple of G.
         alpha: weight of the readout [H].
         gain: RMSNorm gain of the readout [D].
@@ -77,12 +76,20 @@ def freesolo_attention(
         return triton_freesolo(
             q, k, v, alpha, gain, rope_cos, rope_sin, **sizes, **ranking, deterministic=deterministic
         )
+    return _reference(q, k, v, alpha, gain, rope_cos, rope_sin, window, cell_size, query_block, eps, ranking)
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, rope_cos: Tensor, rope_sin: Tensor, window: int,
+    cell_size: int, query_block: int, eps: float, ranking: dict,
+) -> Tensor:  # fmt: skip
+    """The definition: both branches and their sum, in fp32 or more."""
     out_dtype = q.dtype
     q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     q_rotated, k_rotated = (apply_rope(x, rope_cos, rope_sin, backend="reference") for x in (q, k))
     local = sliding_window_attention(q_rotated, k_rotated, v, window=window, backend="reference")
     k_cells, v_cells = split_cells(k, cell_size), split_cells(v, cell_size)
-    u = read_cells(q, k_cells, v_cells, number_cells(k_cells), query_block=query_block, **ranking, backend="reference")
+    u = read_cells(q, k_cells, v_cells, None, query_block=query_block, **ranking, backend="reference")
     return combine(local, u, alpha, gain, eps=eps).to(out_dtype)
 
 

@@ -462,15 +462,7 @@ def select(
     C, pool, pooled = 1, some, retain is not None and N > 0
     if pooled:
         C = retain + recent
-        leave = torch.empty(BG, N, dtype=torch.int32, device=device)
-        _leave_kernel[(triton.cdiv(N, 8) * BG,)](
-            priority, some, leave, N, retain, recent, HAS_INDEX=has_index, BC=8, BJ=256, num_warps=4
-        )
-        pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=device)
-        _pool_kernel[(blocks * BG,)](
-            some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
-            CP=triton.next_power_of_2(C), HAS_INDEX=has_index, BJ=512, num_warps=4,
-        )  # fmt: skip
+        pool = _pools(priority, index, blocks, query_start, query_block, cell_size, retain, recent)
     picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
     rank = torch.empty_like(picks) if pairs else picks
     lists = torch.empty(BG, 3, N + 1, dtype=torch.int32, device=device)
@@ -484,31 +476,46 @@ def select(
     )  # fmt: skip
     if not pairs:
         return Choice(picks, picks, lists)
+    return _order(picks, rank, counts, lists, G, query_block, deterministic)
+
+
+def _pools(
+    priority: Tensor, index: Tensor | None, blocks: int, query_start: int, query_block: int, cell_size: int,
+    retain: int, recent: int,
+) -> Tensor:  # fmt: skip
+    """Columns that the pool holds at each query block: int32 [BG, blocks, retain + recent], ascending, -1 padded."""
+    (BG, N), C = priority.shape, retain + recent
+    some = priority if index is None else index
+    leave = torch.empty(BG, N, dtype=torch.int32, device=priority.device)
+    _leave_kernel[(triton.cdiv(N, 8) * BG,)](
+        priority, some, leave, N, retain, recent, HAS_INDEX=index is not None, BC=8, BJ=256, num_warps=4
+    )
+    pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=priority.device)
+    _pool_kernel[(blocks * BG,)](
+        some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
+        CP=triton.next_power_of_2(C), HAS_INDEX=index is not None, BJ=512, num_warps=4,
+    )  # fmt: skip
+    return pool
+
+
+def _order(
+    picks: Tensor, rank: Tensor, counts: Tensor, lists: Tensor, G: int, query_block: int, deterministic: bool
+) -> Choice:
+    """Fill `lists` and order the pairs by cell, with the counts and ranks that selection left."""
+    (_, T, H, K), (BG, _, N) = picks.shape, counts.shape
+    R = H // G
     _offset_kernel[(BG,)](
         counts, lists, N, COUNTERS=COUNTERS, TILE=TILE, RUN=run_length(T * R * K), BN=1024, num_warps=4
     )
     capacity = order_capacity(T * R * K, N)
-    order = torch.full((BG, capacity), -1, dtype=torch.int32, device=device)
+    order = torch.full((BG, capacity), -1, dtype=torch.int32, device=picks.device)
     sort = deterministic and N > 0
     if sort:
         rank = _sorted_rank(picks, lists[:, 0, :N], G)
     _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
-        picks,
-        rank,
-        counts,
-        lists,
-        order,
-        T,
-        N,
-        G,
-        capacity,
-        R=R,
-        K=K,
-        QUERY_BLOCK=query_block,
-        COUNTERS=0 if sort else COUNTERS,
-        BP=1024,
-        num_warps=4,
-    )
+        picks, rank, counts, lists, order, T, N, G, capacity,
+        R=R, K=K, QUERY_BLOCK=query_block, COUNTERS=0 if sort else COUNTERS, BP=1024, num_warps=4,
+    )  # fmt: skip
     return Choice(picks, order, lists)
 
 
