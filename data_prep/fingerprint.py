@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -19,11 +20,27 @@ def file_hash(path: Path) -> str:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """sha256 of what decides the ids of a saved tokenizer: tokenizer.json in canonical form, and the EOS token."""
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    eos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    for per_call_setting in ("truncation", "padding"):
-        content.pop(per_call_setting, None)
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    canonical = json.dumps([content, eos], sort_keys=True, ensure_ascii=True)
+    """sha256 of what decides the ids of a saved tokenizer, its EOS and its BOS.
+
+    A SentencePiece model counts as its file; any other as its tokenizer.json in canonical form.
+    """
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    ends = [_content(config.get(name)) for name in ("eos_token", "bos_token")]
+    if (folder / "tokenizer.model").is_file():
+        content: Any = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
+    else:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        for per_call_setting in ("truncation", "padding"):
+            content.pop(per_call_setting, None)
+    canonical = json.dumps([content, *ends], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest without its own hash."""
+    content = {key: value for key, value in manifest.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -37,7 +37,7 @@ def check_split(folder: str | Path, *, verify_hashes: bool = False) -> Split:
         DataError: names the first file that is missing or damaged.
     """
     folder = Path(folder)
-    shards = _read_index(folder)
+    shards = read_index(folder)
     for shard in shards:
         _check_shard(folder, shard, verify_hashes)
     columns = {name: code for s in shards for name, code in zip(s["column_names"], s["column_encodings"], strict=True)}
@@ -60,7 +60,8 @@ def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:
             )
 
 
-def _read_index(folder: Path) -> list[dict[str, Any]]:
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a split's index, one for each shard."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))

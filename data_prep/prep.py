@@ -2,38 +2,69 @@
 
     SHARDS/train/  SHARDS/heldout/   packed sequences (MDS)
     SHARDS/tokenizer/                the Hugging Face tokenizer that made them
-    SHARDS/manifest.json             counts, hashes, settings and versions
+    SHARDS/left_out.txt              file and line of every document that could not be used, if there were any
+    SHARDS/manifest.json             counts, hashes, settings and versions; written last
 
-The corpus is read twice, and a third time when a tokenizer is trained: first to count it, find documents that cannot
-be used and place the border of the held-out split; last to write.
+Two passes, each over parts that any number of processes may do in any order and that a killed run leaves whole or
+absent in SHARDS.partial/work: blocks of the corpus become token ids, then, when all lengths and hashes are known,
+shards are gathered from them. A tokenizer that is trained here needs a reading before, and one for its training.
 """
 
+import errno
+import itertools
 import json
 import os
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from data_prep.corpus import Document, SourceFile, find_files, read_documents
-from data_prep.fingerprint import file_hash, tokenizer_hash
+from data_prep.blocks import MASKS, Corpus, load_corpus, read_facts, write_block, write_file
+from data_prep.corpus import Block, Document, LeftOut, Rules, cut, files_hash, read_block
+from data_prep.files import SourceFile, find_files
+from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import read_manifest
-from data_prep.shards import LARGEST_SHARD_MIB, SplitWriter
-from data_prep.tokenizer import TextEncoder, load_tokenizer, train_tokenizer
-from recipes.schema import DataConfig
+from data_prep.mixture import Choice, choose, heldout_border
+from data_prep.pool import num_cores, run_tasks
+from data_prep.recall import recall_masks
+from data_prep.shards import (
+    LARGEST_SHARD_MIB,
+    SplitPlan,
+    entropy_nats,
+    finished_shard,
+    label_counts,
+    plan_split,
+    write_index,
+    write_shard,
+)
+from data_prep.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from recipes.schema import PACKINGS, DataConfig
 
 TRAINING_TEXT = 64 << 20  # bytes of text that a tokenizer is trained on, at most
-BATCH_TEXT = 4 << 20  # bytes of documents that are tokenized at a time
-BATCH_DOCUMENTS = 1024
-PACKAGES = ("mosaicml-streaming", "tokenizers", "transformers", "numpy")
-HASH_END = 1 << 64  # document hashes are below this
+TRAINING_BLOCKS = 1024  # of the corpus, evenly spread, in which that text is looked for
+BATCH_TEXT = 1 << 20  # characters of documents that are tokenized at a time
+PACKAGES = ("mosaicml-streaming", "tokenizers", "transformers", "numpy", "pyarrow")
+SETTINGS = (  # of the recipe, that decide the bytes of the shards
+    "bad_documents",
+    "max_document_mib",
+    "deduplicate",
+    "heldout_fraction",
+    "split_seed",
+    "add_bos",
+    "packing",
+    "max_tokens",
+    "recall_masks",
+    "shard_mib",
+)
 
 
 @dataclass(frozen=True)
@@ -45,57 +76,60 @@ class Prepared:
     fresh: bool  # False: it was there already, with the same settings
 
     def __str__(self) -> str:
-        """One line for the person who asked for it."""
+        """Some lines for the person who asked for it."""
         if not self.fresh:
             return f"{self.folder} is there with the same settings; nothing to do"
-        documents = self.manifest["documents"]
+        documents, packing = self.manifest["documents"], self.manifest["packing"]
         left_out = ", ".join(f"{count} {reason}" for reason, count in documents["skipped"].items()) or "none"
-        return (
+        lines = [
             f"{self.folder}: {documents['written']} of {documents['read']} documents (left out: {left_out}),"
             f" {self.manifest['tokens']} tokens, {self.manifest['sequences']} sequences"
-        )
+            f" ({packing['policy']}, {packing['padding_share']:.2%} padding)"
+        ]
+        for part in self.manifest["mixture"]:
+            bounds = f"{part['min_tokens']} to {part['max_tokens'] or 'any'} tokens"
+            lines.append(
+                f"  {part['source'] or 'all sources'}, documents of {bounds}: {part['reached']:.2%} of the training"
+                f" tokens (asked {part['asked']:.2%}), {part['documents']} documents"
+            )
+        return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What the first reading of the corpus found."""
-
-    documents: int  # usable ones
-    skipped: dict[str, int]  # the others, by reason
-    text_bytes: int
-    heldout_below: int  # documents with a smaller hash are held out
-
-
-def prepare(data: DataConfig, *, seq_length: int, vocab_size: int, seed: int = 0) -> Prepared:
-    """Write the shards that `data` describes to `data.shards`, unless they are there.
+def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
+    """Write the shards that `data` describes to `data.shards`, unless they are there; a killed run is continued.
 
     Args:
         seq_length: tokens of a sequence.
         vocab_size: of the model; the tokenizer must fit.
-        seed: of the split between training and held-out documents, which is by a hash of their text.
 
     Raises:
         FileNotFoundError, ValueError: a path, a document or a setting is unusable, or the folder holds other shards.
+        OSError: a worker was killed, or the disk failed.
     """
     _check(data, seq_length)
-    folder, settings = Path(data.shards).expanduser(), _settings(data, seq_length, seed)
+    if "://" in data.shards:
+        raise ValueError(f"data.shards is {data.shards}: prepare into a local folder and copy it there when it is done")
+    folder, settings = Path(data.shards).expanduser(), _settings(data, seq_length)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        manifest = _finished(folder, settings)
+        manifest = _finished(folder, settings, data)
         _check_vocabulary(manifest["vocab_size"], vocab_size)
         return Prepared(folder, manifest, fresh=False)
-
     files = find_files(data.sources)
-    encoder = load_tokenizer(data.tokenizer) if data.tokenizer else None
-    survey = _survey(files, data, seed)
     partial = folder.with_name(folder.name + ".partial")
-    with lock_folder(partial):
-        encoder = encoder or _train(files, data, survey, seed)
-        _check_vocabulary(encoder.vocab_size, vocab_size)
-        encoder.save(partial / "tokenizer")
-        splits = _write_splits(partial, files, data, encoder, survey, seq_length, seed)
-        manifest = _manifest(partial, settings, files, encoder, survey, splits)
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
-        os.rename(partial, folder)
+    try:
+        with lock_folder(partial):
+            manifest = _Preparation(data, settings, files, partial, seq_length).run(vocab_size)
+            shutil.rmtree(partial / "work", ignore_errors=True)
+            if folder.exists():
+                folder.rmdir()  # it was empty
+            os.rename(partial, folder)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ValueError(
+            f"the disk of {partial} is full ({error.filename or 'while writing'}); free some space and run the same"
+            " command, it goes on from there"
+        ) from error
     return Prepared(folder, manifest, fresh=True)
 
 
@@ -106,42 +140,73 @@ def _check(data: DataConfig, seq_length: int) -> None:
         raise ValueError(f"data.heldout_fraction is {data.heldout_fraction}; give a number from 0 to below 1")
     if not 1 <= data.shard_mib <= LARGEST_SHARD_MIB:
         raise ValueError(f"data.shard_mib is {data.shard_mib}; give a number from 1 to {LARGEST_SHARD_MIB}")
+    if data.packing not in PACKINGS:
+        raise ValueError(f"data.packing is {data.packing!r}; give one of {', '.join(PACKINGS)}")
+    for key, least in (("max_document_mib", 1), ("prep_workers", 0), ("split_seed", 0)):
+        if getattr(data, key) < least:
+            raise ValueError(f"data.{key} is {getattr(data, key)}; give a number of at least {least}")
+    if data.max_tokens is not None and data.max_tokens < 1:
+        raise ValueError(f"data.max_tokens is {data.max_tokens}; give a number of at least 1, or leave it out")
+    for part in data.mixture:
+        if part.proportion <= 0 or part.repeat < 1:
+            raise ValueError(
+                f"data.mixture has a part of proportion {part.proportion} and repeat {part.repeat}; the first must be"
+                " above 0, the second at least 1"
+            )
+    names = _names(data)
+    if len(set(names)) < len(names) and data.mixture:
+        raise ValueError(f"data.sources has two sources of one name ({', '.join(names)}); set name to tell them apart")
+    Rules(data.bad_documents)
 
 
-def _settings(data: DataConfig, seq_length: int, seed: int) -> dict[str, Any]:
+def _names(data: DataConfig) -> list[str]:
+    return [source.name or source.path for source in data.sources]
+
+
+def _settings(data: DataConfig, seq_length: int) -> dict[str, Any]:
     """All that decides the bytes of the shards, besides the texts themselves."""
     settings: dict[str, Any] = {
         "sources": [asdict(source) for source in data.sources],
         "seq_length": seq_length,
-        "seed": seed,
         "tokenizer": data.tokenizer,
     }
     if data.tokenizer is None:
         settings["tokenizer_vocab_size"] = data.tokenizer_vocab_size
     else:
         path = Path(data.tokenizer).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
+        inside = (path / name for name in ("tokenizer.json", "tokenizer.model"))
+        path = next((file for file in inside if file.is_file()), path)
         settings["tokenizer_file_hash"] = file_hash(path) if path.is_file() else None
-    for key in ("heldout_fraction", "recall_masks", "bad_documents", "shard_mib"):
-        settings[key] = getattr(data, key)
-    return settings
+    settings |= {key: getattr(data, key) for key in SETTINGS}
+    return settings | {"mixture": [asdict(part) for part in data.mixture]}
 
 
-def _finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of an existing folder, if it was made with these settings."""
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{key} (then {then.get(key)}, now {value})" for key, value in now.items() if then.get(key) != value
+    )
+
+
+def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[str, Any]:
+    """The manifest of an existing folder, if it was made with these settings and of these files."""
     if not (folder / "manifest.json").is_file():
         raise ValueError(f"{folder} exists but is no finished folder of shards; remove it, or change data.shards")
     manifest = read_manifest(folder)
-    then = manifest.get("settings", {})
-    differing = [
-        f"{key} (then {then.get(key)}, now {value})" for key, value in settings.items() if then.get(key) != value
-    ]
-    if differing:
-        raise ValueError(
-            f"{folder} was prepared with other settings: {'; '.join(differing)}; change data.shards to prepare anew,"
-            " or remove the folder"
-        )
+    way_out = "change data.shards to prepare anew, or remove the folder"
+    if differing := _differences(manifest.get("settings", {}), settings):
+        raise ValueError(f"{folder} was prepared with other settings: {differing}; {way_out}")
+    try:
+        files = find_files(data.sources)
+    except FileNotFoundError:  # shards outlive their corpus
+        return manifest
+    if _sizes_hash(files) != manifest["sources"]["hash"]:
+        raise ValueError(f"{folder} was prepared from other files than data.sources now hold; {way_out}")
     return manifest
+
+
+def _sizes_hash(files: Sequence[SourceFile]) -> str:
+    """Changes when a file comes, goes or has another size; copies of a corpus are alike."""
+    return xxhash.xxh64_hexdigest(repr([(file.path, file.size) for file in files]))
 
 
 def _check_vocabulary(tokenizer: int, model: int) -> None:
@@ -152,131 +217,330 @@ def _check_vocabulary(tokenizer: int, model: int) -> None:
         )
 
 
-def _hash(text: str, seed: int) -> int:
-    return xxhash.xxh64_intdigest(text.encode("utf-8"), seed=seed)
+class _Preparation:
+    """One preparation under way; every method may be interrupted and the whole begun again."""
 
+    def __init__(
+        self, data: DataConfig, settings: dict[str, Any], files: list[SourceFile], folder: Path, seq_length: int
+    ) -> None:
+        self.data, self.settings, self.files, self.folder, self.seq_length = data, settings, files, folder, seq_length
+        self.rules = Rules(data.bad_documents, data.max_document_mib << 20)
+        self.workers = data.prep_workers or num_cores()
+        self.masks = len(MASKS) if data.recall_masks else 0
+        self.blocks = folder / "work" / "blocks"
 
-def _survey(files: Sequence[SourceFile], data: DataConfig, seed: int) -> Survey:
-    skipped: Counter[str] = Counter()
-    documents, text_bytes, smallest, largest = 0, 0, HASH_END, -1
-    for document in _read(files, data, skipped, "reading"):
-        digest = _hash(document.text, seed)
-        smallest, largest = min(smallest, digest), max(largest, digest)
-        documents += 1
-        text_bytes += document.size
-    if not documents:
-        left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none at all"
-        raise ValueError(f"data.sources hold no document with text (left out: {left_out}); name other sources")
-    border = int(data.heldout_fraction * HASH_END)
-    if data.heldout_fraction > 0:
-        if smallest == largest:
-            raise ValueError(
-                f"data.heldout_fraction is {data.heldout_fraction} but the corpus holds only one distinct document;"
-                " add documents, or set it to 0"
-            )
-        border = min(max(border, smallest + 1), largest)  # at least one document on either side
-    return Survey(documents, dict(sorted(skipped.items())), text_bytes, border)
-
-
-def _train(files: Sequence[SourceFile], data: DataConfig, survey: Survey, seed: int) -> TextEncoder:
-    """A tokenizer that has learned from an equal share of every training document."""
-    documents = _read(files, data, Counter(), "training the tokenizer")
-    texts = (document.text for document in documents if _hash(document.text, seed) >= survey.heldout_below)
-    return train_tokenizer(texts, data.tokenizer_vocab_size, share=min(1.0, TRAINING_TEXT / survey.text_bytes))
-
-
-def _write_splits(
-    folder: Path,
-    files: Sequence[SourceFile],
-    data: DataConfig,
-    encoder: TextEncoder,
-    survey: Survey,
-    seq_length: int,
-    seed: int,
-) -> dict[str, dict[str, Any]]:
-    names = ("train", "heldout") if survey.heldout_below else ("train",)
-    writers = {
-        name: SplitWriter(
-            folder / name,
-            seq_length=seq_length,
-            pad_id=encoder.eos_id,
-            dtype=encoder.dtype,
-            vocab_size=encoder.vocab_size,
-            masks=data.recall_masks,
-            shard_mib=data.shard_mib,
+    def run(self, vocab_size: int) -> dict[str, Any]:
+        """Do what is left to do; returns the manifest."""
+        if (done := self._done()) is not None:
+            return done
+        self._begin()
+        encoder = self._tokenizer(vocab_size)
+        facts = self._tokenize(encoder)
+        corpus = load_corpus(self.blocks, facts, encoder.dtype)
+        left_out = Counter[str]()
+        for one in facts.values():
+            left_out.update(one["left_out"])
+        if not len(corpus.lengths):
+            raise _no_text(left_out)
+        data = self.data
+        choice = choose(
+            corpus,
+            names=_names(data),
+            heldout_fraction=data.heldout_fraction,
+            deduplicate=data.deduplicate,
+            mixture=data.mixture,
+            max_tokens=data.max_tokens,
+            longest_first=data.packing == "long_first",
         )
-        for name in names
-    }
+        if not len(choice.train):
+            raise ValueError("no document is left for training; lower data.heldout_fraction or add documents")
+        left_out.update(choice.left_out)
+        splits = self._write_splits(corpus, choice, encoder)
+        places = [place for key in sorted(facts) for place in facts[key]["places"]]
+        if places:
+            write_file(self.folder / "left_out.txt", "".join(f"{place}\n" for place in places).encode())
+        manifest = self._manifest(corpus, choice, encoder, splits, dict(sorted(left_out.items())))
+        content = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
+        write_file(self.folder / "manifest.json", content)
+        return manifest
 
-    def tokens_written() -> int:
-        return sum(writer.tokens for writer in writers.values())
+    def _done(self) -> dict[str, Any] | None:
+        """The manifest of a run that was killed in its last moment."""
+        if not (self.folder / "manifest.json").is_file():
+            return None
+        manifest = read_manifest(self.folder)
+        same = not _differences(manifest["settings"], self.settings)
+        return manifest if same and manifest["sources"]["hash"] == _sizes_hash(self.files) else None
 
-    for batch in _batches(_read(files, data, Counter(), "writing", tokens_written)):
-        for document, tokens in zip(batch, encoder.encode([d.text for d in batch]), strict=True):
-            is_heldout = _hash(document.text, seed) < survey.heldout_below
-            writers["heldout" if is_heldout else "train"].add(tokens)
-    splits = {name: writer.finish() for name, writer in writers.items()}
-    if (written := sum(split["documents"] for split in splits.values())) != survey.documents:
-        raise ValueError(f"the sources changed while they were read ({survey.documents} documents, then {written})")
-    return splits
+    def _begin(self) -> None:
+        """Keep what a killed run with the same settings has left, and nothing else."""
+        path = self.folder / "work" / "settings.json"
+        # a tokenizer that is trained here has learned from all files
+        now = self.settings | {"files": None if self.data.tokenizer else files_hash(self.files)}
+        then = json.loads(path.read_bytes()) if path.is_file() else None
+        if then != json.loads(json.dumps(now)):
+            if then is not None:
+                _say(f"{self.folder} was begun with other settings or files; beginning anew")
+            for entry in self.folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            write_file(path, json.dumps(now).encode())
+
+    # tokens
+
+    def _tokenizer(self, vocab_size: int) -> Encoder:
+        data, saved = self.data, self.folder / "tokenizer"
+        if data.tokenizer:
+            encoder = load_tokenizer(data.tokenizer, data.add_bos)
+        elif saved.is_dir():
+            encoder = load_tokenizer(saved, data.add_bos)
+        else:
+            encoder = self._train()
+        _check_vocabulary(encoder.vocab_size, vocab_size)
+        if not saved.is_dir():
+            aside = self.folder / "work" / "tokenizer"
+            shutil.rmtree(aside, ignore_errors=True)
+            encoder.save(aside)
+            os.rename(aside, saved)
+        return encoder
+
+    def _train(self) -> Encoder:
+        """A tokenizer that has learned from an equal share of every training document of the corpus, or of a part."""
+
+        def survey(block: Block) -> dict[str, Any]:
+            left_out = LeftOut()
+            found = [(d.size, _hash(d.text, self.data.split_seed)[0]) for d in self._documents(block, left_out)]
+            sizes, hashes = [size for size, _ in found], [half for _, half in found]
+            return {
+                "bytes": sum(sizes),
+                "smallest": min(hashes, default=None),
+                "largest": max(hashes, default=None),
+                "left_out": left_out.counts,
+                "cost": block.cost,
+            }
+
+        parts = []
+        with self._progress("reading") as bar:
+            for part in run_tasks(survey, cut(self.files, self.rules), self.workers):
+                parts.append(part)
+                bar.update(part["cost"])
+        found = [part for part in parts if part["smallest"] is not None]
+        if not found:
+            raise _no_text(sum((part["left_out"] for part in parts), Counter()))
+        fraction = self.data.heldout_fraction
+        smallest, largest = min(part["smallest"] for part in found), max(part["largest"] for part in found)
+        below = heldout_border(smallest, largest, fraction)
+        every = -(-len(parts) // TRAINING_BLOCKS)
+        share = min(1.0, TRAINING_TEXT * every / sum(part["bytes"] for part in found))
+        _say("training the tokenizer")
+        return train_tokenizer(self._training_texts(below, every), self.data.tokenizer_vocab_size, share=share)
+
+    def _training_texts(self, heldout_below: int, every: int) -> Iterator[str]:
+        for block in itertools.islice(cut(self.files, self.rules), 0, None, every):
+            assert isinstance(block, Block)
+            for document in self._documents(block, LeftOut()):
+                if _hash(document.text, self.data.split_seed)[0] >= heldout_below:
+                    yield document.text
+
+    def _documents(self, block: Block, left_out: LeftOut) -> Iterator[Document]:
+        return read_block(block, self.data.sources[block.source], self.rules, left_out)
+
+    def _tokenize(self, encoder: Encoder) -> dict[str, dict[str, Any]]:
+        """Turn every block into token ids that is not yet; facts of all of them by key."""
+        facts: dict[str, dict[str, Any]] = {}
+
+        def work(block: Block) -> dict[str, Any]:
+            return self._tokenize_block(block, encoder)
+
+        def pending(bar: tqdm) -> Iterator[Block]:
+            for block in cut(self.files, self.rules, lambda key: read_facts(self.blocks, key)):
+                if isinstance(block, dict):
+                    facts[block["key"]] = block
+                    bar.update(block["cost"])
+                else:
+                    yield block
+
+        tokens = 0
+        with self._progress("tokenizing") as bar:
+            for done in run_tasks(work, pending(bar), self.workers):
+                facts[done["key"]] = done
+                tokens += done["tokens"]
+                _show_rate(bar, tokens)
+                bar.update(done["cost"])
+        if files_hash(find_files(self.data.sources)) != files_hash(self.files):
+            raise ValueError("data.sources changed while they were read; run the same command again")
+        return facts
+
+    def _tokenize_block(self, block: Block, encoder: Encoder) -> dict[str, Any]:
+        left_out = LeftOut()
+        documents: list[np.ndarray] = []
+        hashes: list[tuple[int, int]] = []
+        text_bytes = 0
+        for batch in _batches(self._documents(block, left_out)):
+            documents += encoder.encode([document.text for document in batch])
+            hashes += [_hash(document.text, self.data.split_seed) for document in batch]
+            text_bytes += sum(document.size for document in batch)
+        masks = []
+        if self.masks:
+            pairs = [recall_masks(document) for document in documents] or [(np.zeros(0, bool),) * self.masks]
+            masks = [np.concatenate(one) for one in zip(*pairs, strict=True)]
+        more = {"text_bytes": text_bytes, "left_out": dict(left_out.counts), "places": left_out.places}
+        facts = block.facts() | more
+        return write_block(self.blocks, block.key, facts, documents, hashes, masks, encoder.dtype)
+
+    # shards
+
+    def _write_splits(self, corpus: Corpus, choice: Choice, encoder: Encoder) -> dict[str, dict[str, Any]]:
+        """Gather the sequences of both splits into shards; the splits' parts of the manifest."""
+        chosen = {"train": choice.train, "heldout": choice.heldout}
+        plans = {
+            name: plan_split(
+                name,
+                documents,
+                corpus,
+                seq_length=self.seq_length,
+                packing=self.data.packing,
+                masks=self.masks,
+                shard_mib=self.data.shard_mib,
+            )
+            for name, documents in chosen.items()
+            if len(documents)
+        }
+        entries = self._write_shards(plans, corpus, encoder.eos_id)
+        splits = {}
+        for name, split in plans.items():
+            write_index(self.folder / name, entries[name])
+            counts = label_counts(self.folder, split, encoder.vocab_size)
+            splits[name] = {
+                "documents": len(np.unique(split.documents)),
+                "tokens": split.plan.tokens,
+                "sequences": split.plan.num_sequences,
+                "padding": split.plan.padding,
+                "documents_cut": split.plan.cut_documents(),
+                "labels": int(counts.sum()),
+                "unigram_entropy_nats": entropy_nats(counts),
+                "bytes": sum(file.stat().st_size for file in (self.folder / name).iterdir()),
+                "index_hash": file_hash(self.folder / name / "index.json"),
+            }
+        return splits
+
+    def _write_shards(self, plans: dict[str, SplitPlan], corpus: Corpus, pad_id: int) -> dict[str, list[dict]]:
+        def work(task: tuple[str, int]) -> tuple[str, int, dict[str, Any]]:
+            name, number = task
+            done = finished_shard(self.folder, plans[name], number)
+            done = done or write_shard(self.folder, plans[name], number, corpus, pad_id=pad_id, masks=self.masks)
+            return name, number, done
+
+        for name, split in plans.items():  # a run of other texts may have left shards behind
+            known = {f"shard.{number:05}.mds" for number in range(len(split.shards))}
+            folder = self.folder / name
+            folder.mkdir(exist_ok=True)
+            for file in folder.iterdir():
+                if file.name not in known:
+                    file.unlink()
+        tasks = [(name, number) for name, split in plans.items() for number in range(len(split.shards))]
+        entries: dict[str, list[dict]] = {name: [{}] * len(split.shards) for name, split in plans.items()}
+        total = sum(split.plan.num_sequences * self.seq_length for split in plans.values())
+        tokens = 0
+        with self._progress("writing", total=total, unit=" tokens") as bar:
+            for name, number, entry in run_tasks(work, tasks, min(self.workers, len(tasks))):
+                entries[name][number] = entry
+                tokens += entry["samples"] * self.seq_length
+                _show_rate(bar, tokens)
+                bar.update(entry["samples"] * self.seq_length)
+        return entries
+
+    def _progress(self, label: str, total: int | None = None, unit: str = "B") -> tqdm:
+        """A bar over the bytes of the corpus, with what is left of the time."""
+        total = sum(file.size for file in self.files) if total is None else total
+        tqdm.monitor_interval = 0  # its thread would be running while workers are forked
+        interval = 0.5 if sys.stderr.isatty() else 10.0  # a log file needs no animation
+        return tqdm(total=total, desc=label, unit=unit, unit_scale=True, mininterval=interval, file=sys.stderr)
+
+    def _manifest(
+        self,
+        corpus: Corpus,
+        choice: Choice,
+        encoder: Encoder,
+        splits: dict[str, dict[str, Any]],
+        left_out: dict[str, int],
+    ) -> dict[str, Any]:
+        written = len(np.unique(choice.train)) + len(choice.heldout)
+        before = sum(count for reason, count in left_out.items() if reason not in choice.left_out)
+        read = len(corpus.lengths) + before
+        if read != written + sum(left_out.values()):
+            raise AssertionError(f"{read} documents read, {written} written, left out {left_out}")
+        padded = sum(split["sequences"] for split in splits.values()) * self.seq_length
+        manifest = {
+            "documents": {"read": read, "written": written, "skipped": left_out},
+            "tokens": sum(split["tokens"] for split in splits.values()),
+            "sequences": sum(split["sequences"] for split in splits.values()),
+            "bytes": sum(split["bytes"] for split in splits.values()),
+            "seq_length": self.seq_length,
+            "token_dtype": encoder.dtype.name,
+            "vocab_size": encoder.vocab_size,
+            "eos_id": encoder.eos_id,
+            "bos_id": encoder.bos_id,
+            "tokenizer_hash": tokenizer_hash(self.folder / "tokenizer"),
+            "packing": {
+                "policy": self.data.packing,
+                "padding_share": sum(split["padding"] for split in splits.values()) / padded,
+            },
+            "mixture": choice.mixture,
+            "length_buckets": self._length_buckets(corpus, choice),
+            "splits": splits,
+            "heldout_unigram_entropy": splits["heldout"]["unigram_entropy_nats"] if "heldout" in splits else None,
+            "sources": {
+                "files": len(self.files),
+                "bytes": sum(file.size for file in self.files),
+                "hash": _sizes_hash(self.files),
+            },
+            "settings": json.loads(json.dumps(self.settings)),
+            "versions": {"python": ".".join(map(str, sys.version_info[:3]))}
+            | {name: version(name) for name in PACKAGES},
+        }
+        return manifest | {"hash": manifest_hash(manifest)}
+
+    def _length_buckets(self, corpus: Corpus, choice: Choice) -> list[dict[str, Any]]:
+        """Training documents and their tokens by source and by length, in powers of two."""
+        lengths = corpus.lengths[choice.train].astype(np.int64)
+        sources, powers = corpus.sources[choice.train], np.frexp(lengths.astype(np.float64))[1] - 1
+        buckets = []
+        for number, name in enumerate(_names(self.data)):
+            for power in np.unique(powers[sources == number]).tolist():
+                inside = (sources == number) & (powers == power)
+                tokens = int(lengths[inside].sum())
+                buckets.append(
+                    {"source": name, "min_tokens": 1 << power, "documents": int(inside.sum()), "tokens": tokens}
+                )
+        return buckets
 
 
-def _read(
-    files: Sequence[SourceFile],
-    data: DataConfig,
-    skipped: Counter[str],
-    label: str,
-    tokens_written: Callable[[], int] | None = None,
-) -> Iterator[Document]:
-    """The documents of the corpus, with a progress bar over the bytes of its files."""
-    total = sum(file.path.stat().st_size for file in files)
-    interval = 0.5 if sys.stderr.isatty() else 10.0  # a log file needs no animation
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, mininterval=interval, file=sys.stderr) as bar:
-        for document in read_documents(files, data.bad_documents, skipped):
-            yield document
-            if tokens_written:
-                rate = tokens_written() / max(bar.format_dict["elapsed"], 1e-3)
-                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-            bar.update(document.size)
+def _no_text(left_out: Counter[str]) -> ValueError:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "none at all"
+    return ValueError(f"data.sources hold no document with text (left out: {reasons}); name other sources")
+
+
+def _hash(text: str, seed: int) -> tuple[int, int]:
+    """Two halves of a 128-bit hash: the first decides the split, the second the order of a choice."""
+    digest = xxhash.xxh3_128_intdigest(text.encode("utf-8"), seed=seed)
+    return digest >> 64, digest & ((1 << 64) - 1)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += document.size
-        if size >= BATCH_TEXT or len(batch) == BATCH_DOCUMENTS:
+        size += len(document.text)
+        if size >= BATCH_TEXT:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _manifest(
-    folder: Path,
-    settings: dict[str, Any],
-    files: Sequence[SourceFile],
-    encoder: TextEncoder,
-    survey: Survey,
-    splits: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    return {
-        "documents": {
-            "read": survey.documents + sum(survey.skipped.values()),
-            "written": survey.documents,
-            "skipped": survey.skipped,
-        },
-        "tokens": sum(split["tokens"] for split in splits.values()),
-        "sequences": sum(split["sequences"] for split in splits.values()),
-        "bytes": sum(split["bytes"] for split in splits.values()),
-        "seq_length": settings["seq_length"],
-        "token_dtype": encoder.dtype.name,
-        "vocab_size": encoder.vocab_size,
-        "eos_id": encoder.eos_id,
-        "tokenizer_hash": tokenizer_hash(folder / "tokenizer"),
-        "splits": splits,
-        "heldout_unigram_entropy": splits["heldout"]["unigram_entropy_nats"] if "heldout" in splits else None,
-        "sources": {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)},
-        "settings": settings,
-        "versions": {"python": ".".join(map(str, sys.version_info[:3]))} | {name: version(name) for name in PACKAGES},
-    }
+def _show_rate(bar: tqdm, tokens: int) -> None:
+    bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-3):,.0f} tokens/s", refresh=False)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -11,23 +11,29 @@ SPAN = 4  # tokens that must match
 SWITCH_REACH = 64  # positions between two starts, and distance between their sources
 
 
-def _dense(keys: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number equal keys alike, from 0: ids and how many there are."""
-    values, ids = np.unique(keys, return_inverse=True)
-    return ids.reshape(-1).astype(np.int64), len(values)
+def _sorted_spans(x: np.ndarray) -> np.ndarray:
+    """Span starts, equal spans side by side and each group by position: a radix sort, linear in T."""
+    keys = np.ascontiguousarray(x).astype(np.uint64, copy=False)
+    num_spans, largest = len(x) - SPAN + 1, int(keys.max())
+    digits = [(keys >> np.uint64(shift)).astype(np.uint16) for shift in range(0, max(largest.bit_length(), 1), 16)]
+    order = np.arange(num_spans)
+    for place in reversed(range(SPAN)):
+        for digit in digits:  # numpy sorts 16-bit numbers stably by counting
+            order = order[np.argsort(digit[place : place + num_spans][order], kind="stable")]
+    return order
 
 
 def _unique_earlier_match(x: np.ndarray, gap: int) -> np.ndarray:
     """For each span start i its only earlier occurrence, if that is more than `gap` back, else -1: [T - SPAN + 1]."""
-    tokens, num_tokens = _dense(x)
-    pairs, num_pairs = _dense(tokens[:-1] * num_tokens + tokens[1:])
-    spans = pairs[:-2] * num_pairs + pairs[2:]
-    order = np.argsort(spans, kind="stable")  # equal spans side by side, each group by position
-    same = spans[order[1:]] == spans[order[:-1]]
+    order = _sorted_spans(x)
+    same = np.ones(len(order) - 1, dtype=bool)
+    for place in range(SPAN):
+        sorted_tokens = x[place : place + len(order)][order]
+        same &= sorted_tokens[1:] == sorted_tokens[:-1]
     second = same.copy()
     second[1:] &= ~same[:-1]  # equal to the one before it, which is the first of its group
     first_position, second_position = order[:-1][second], order[1:][second]
-    match = np.full(len(spans), -1, dtype=np.int64)
+    match = np.full(len(order), -1, dtype=np.int64)
     match[second_position] = np.where(second_position - first_position > gap, first_position, -1)
     return match
 

@@ -1,86 +1,156 @@
-"""Write packed sequences as MDS shards, and count what a manifest states about them."""
+"""Write packed sequences as MDS shards, one at a time and always the same, and count what a manifest states of them.
 
+Columns: `tokens` (uint16 or uint32, seq_length of them), `doc_lengths` (uint32, one for each piece in the sequence) and
+with masks also `recall` and `switch` (a bit for each token, the first in the highest bit of a byte).
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from streaming import MDSWriter
 
+from data_prep.blocks import MASKS, Corpus, write_file
 from data_prep.fingerprint import file_hash
-from data_prep.pack import Packer, Sequence
-from data_prep.recall import recall_masks
+from data_prep.pack import Plan, pack
 
-MASKS: tuple[str, ...] = ("recall", "switch")
 LARGEST_SHARD_MIB = 4095  # offsets within a shard are 32-bit
+SHARD_HEAD, SAMPLE_HEAD = 1024, 24  # bytes at most besides the columns: description; offset, sizes, shape
 
 
-class SplitWriter:
-    """One split: documents in, a folder of shards and its figures out.
+@dataclass(frozen=True)
+class SplitPlan:
+    """One split: which documents, packed how, in shards that hold which sequences."""
 
-    Columns: `tokens` (uint16 or uint32, seq_length of them), `doc_lengths` (uint32, one for each piece in the sequence)
-    and with `masks` also `recall` and `switch` (a bit for each token, the first in the highest bit of a byte).
+    name: str
+    documents: np.ndarray  # int64, of the corpus; the plan counts positions in this list
+    plan: Plan
+    shards: list[tuple[int, int]]  # first sequence of each, and the one behind its last
+    hash: str  # of the texts and of what is made of them
 
-    Args:
-        folder: where the shards go; must not exist or be empty.
-        seq_length: tokens of a sequence.
-        pad_id: fills the last sequence.
-        dtype: of the token ids.
-        vocab_size: one more than the largest id.
-        masks: compute the masks of the retrieval-weighted loss, on whole documents.
-        shard_mib: size of one shard.
+
+def plan_split(
+    name: str, documents: np.ndarray, corpus: Corpus, *, seq_length: int, packing: str, masks: int, shard_mib: int
+) -> SplitPlan:
+    """Pack a split's documents and cut the sequences into shards."""
+    plan = pack(corpus.lengths[documents], seq_length, packing)
+    shards = plan_shards(plan, corpus.dtype.itemsize, masks, shard_mib)
+    digest = xxhash.xxh64(repr((name, seq_length, packing, masks, shard_mib)))
+    for array in (corpus.hashes[documents], plan.documents, plan.starts, plan.lengths, plan.borders):
+        digest.update(np.ascontiguousarray(array))
+    return SplitPlan(name, documents, plan, shards, digest.hexdigest())
+
+
+def plan_shards(plan: Plan, token_bytes: int, masks: int, shard_mib: int) -> list[tuple[int, int]]:
+    """Cut sequences into shards of at most `shard_mib`, but at least one sequence each."""
+    fixed = plan.seq_length * token_bytes + masks * -(-plan.seq_length // 8) + SAMPLE_HEAD
+    ends = np.cumsum(fixed + 4 * np.diff(plan.borders))
+    limit, shards, first, before = (shard_mib << 20) - SHARD_HEAD, [], 0, 0
+    while first < plan.num_sequences:
+        last = max(int(np.searchsorted(ends, before + limit, side="right")), first + 1)
+        shards.append((first, last))
+        first, before = last, int(ends[last - 1])
+    return shards
+
+
+def columns(dtype: np.dtype, seq_length: int, masks: int) -> dict[str, str]:
+    """Encodings of a shard's columns."""
+    names = {"tokens": f"ndarray:{dtype.name}:{seq_length}", "doc_lengths": "ndarray:uint32"}
+    return names | dict.fromkeys(MASKS[:masks], f"ndarray:uint8:{-(-seq_length // 8)}")
+
+
+def write_shard(folder: Path, split: SplitPlan, number: int, corpus: Corpus, *, pad_id: int, masks: int) -> dict:
+    """Write shard `number` of a split to `folder/<split>/`; returns its entry in the index.
+
+    A record of it, and how often each token is a label, stay in `folder/work` until the manifest is written.
     """
+    aside = folder / "work" / f"{split.name}.{number:05}"
+    shutil.rmtree(aside, ignore_errors=True)
+    first, last = split.shards[number]
+    labels: list[np.ndarray] = []
+    with MDSWriter(
+        columns=columns(corpus.dtype, split.plan.seq_length, masks),
+        out=str(aside),
+        hashes=["xxh64"],
+        size_limit=None,
+    ) as writer:
+        for sequence in range(first, last):
+            sample = gather(split, sequence, corpus, pad_id, masks)
+            labels.append(label_tokens(sample))
+            writer.write(sample)
+    name = f"shard.{number:05}.mds"
+    (entry,) = json.loads((aside / "index.json").read_text())["shards"]
+    entry["raw_data"]["basename"] = name
+    (folder / split.name).mkdir(exist_ok=True)
+    (aside / "shard.00000.mds").rename(folder / split.name / name)
+    shutil.rmtree(aside)
+    ids, counts = np.unique(np.concatenate(labels), return_counts=True)
+    record = record_path(folder, split.name, number)
+    write_file(record.with_suffix(".labels"), np.stack([ids, counts]).astype(np.uint32).tobytes())
+    write_file(record, json.dumps({"plan": split.hash, "entry": entry}).encode())
+    return entry
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        seq_length: int,
-        pad_id: int,
-        dtype: np.dtype,
-        vocab_size: int,
-        masks: bool,
-        shard_mib: int,
-    ) -> None:
-        self._folder, self._masks = folder, MASKS if masks else ()
-        self._packer = Packer(seq_length, pad_id, dtype, self._masks)
-        columns = {"tokens": f"ndarray:{dtype.name}:{seq_length}", "doc_lengths": "ndarray:uint32"}
-        columns |= dict.fromkeys(self._masks, f"ndarray:uint8:{-(-seq_length // 8)}")
-        self._writer = MDSWriter(columns=columns, out=str(folder), hashes=["xxh64"], size_limit=shard_mib << 20)
-        self._label_counts = np.zeros(vocab_size, dtype=np.int64)
-        self.documents, self.tokens, self.sequences = 0, 0, 0
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append one document, which ends in EOS."""
-        marks = dict(zip(MASKS, recall_masks(tokens), strict=True)) if self._masks else {}
-        for sequence in self._packer.add(tokens, marks):
-            self._write(sequence)
-        self.documents += 1
-        self.tokens += len(tokens)
+def record_path(folder: Path, split: str, number: int) -> Path:
+    """Where the record of a finished shard lies until the manifest is written."""
+    return folder / "work" / "shards" / f"{split}.{number:05}.json"
 
-    def _write(self, sequence: Sequence) -> None:
-        sample = {"tokens": sequence.tokens, "doc_lengths": sequence.doc_lengths}
-        self._writer.write(sample | {name: np.packbits(marks) for name, marks in sequence.marks.items()})
-        self.sequences += 1
-        ends = np.cumsum(sequence.doc_lengths, dtype=np.int64)
-        is_label = np.ones(ends[-1], dtype=bool)  # every real token but the first of each piece
-        is_label[np.append(0, ends[:-1])] = False
-        labels = sequence.tokens[: ends[-1]][is_label]
-        self._label_counts += np.bincount(labels, minlength=len(self._label_counts))
 
-    def finish(self) -> dict[str, Any]:
-        """Write what is held back and the index; returns the split's part of the manifest."""
-        for sequence in self._packer.finish():
-            self._write(sequence)
-        self._writer.finish()
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "sequences": self.sequences,
-            "labels": int(self._label_counts.sum()),
-            "unigram_entropy_nats": entropy_nats(self._label_counts),
-            "bytes": sum(file.stat().st_size for file in self._folder.iterdir()),
-            "index_hash": file_hash(self._folder / "index.json"),
-        }
+def finished_shard(folder: Path, split: SplitPlan, number: int) -> dict[str, Any] | None:
+    """The entry of a shard that an earlier run wrote by the same plan, if it is there whole by size and hash."""
+    try:
+        record = json.loads(record_path(folder, split.name, number).read_bytes())
+        stated = record["entry"]["raw_data"]
+        file = folder / split.name / stated["basename"]
+        whole = file.stat().st_size == stated["bytes"] and file_hash(file) == stated["hashes"]["xxh64"]
+    except FileNotFoundError:
+        return None
+    return record["entry"] if whole and record["plan"] == split.hash else None
+
+
+def gather(split: SplitPlan, sequence: int, corpus: Corpus, pad_id: int, masks: int) -> dict[str, np.ndarray]:
+    """The columns of one sequence."""
+    plan = split.plan
+    pieces = range(int(plan.borders[sequence]), int(plan.borders[sequence + 1]))
+    tokens = np.full(plan.seq_length, pad_id, dtype=corpus.dtype)
+    marks = np.zeros((masks, plan.seq_length), dtype=bool)
+    at = 0
+    for piece in pieces:
+        document, count = int(split.documents[plan.documents[piece]]), int(plan.lengths[piece])
+        parts = corpus.read(document, int(plan.starts[piece]), count, masks)
+        tokens[at : at + count] = parts[0]
+        for mark, part in zip(marks, parts[1:], strict=True):
+            mark[at : at + count] = part
+        at += count
+    sample = {"tokens": tokens, "doc_lengths": plan.lengths[pieces.start : pieces.stop].astype(np.uint32)}
+    return sample | {name: np.packbits(mark) for name, mark in zip(MASKS, marks, strict=False)}
+
+
+def label_tokens(sample: dict[str, np.ndarray]) -> np.ndarray:
+    """The tokens that are labels: every real one but the first of each piece."""
+    ends = np.cumsum(sample["doc_lengths"], dtype=np.int64)
+    is_label = np.ones(ends[-1], dtype=bool)
+    is_label[np.append(0, ends[:-1])] = False
+    return sample["tokens"][: ends[-1]][is_label]
+
+
+def write_index(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """The index by which the streaming library finds the shards of a split."""
+    write_file(folder / "index.json", json.dumps({"version": 2, "shards": entries}, sort_keys=True).encode())
+
+
+def label_counts(folder: Path, split: SplitPlan, vocab_size: int) -> np.ndarray:
+    """How often each token is a label in the whole split: int64 [vocab_size]."""
+    total = np.zeros(vocab_size, dtype=np.int64)
+    for number in range(len(split.shards)):
+        path = record_path(folder, split.name, number).with_suffix(".labels")
+        ids, counts = np.fromfile(path, dtype=np.uint32).reshape(2, -1)
+        total[ids] += counts
+    return total
 
 
 def entropy_nats(counts: np.ndarray) -> float:

@@ -1,33 +1,64 @@
-"""Text to token ids: a byte-level BPE trained here, or any fast Hugging Face tokenizer from disk.
+"""Text to token ids: a byte-level BPE trained here, a fast Hugging Face tokenizer, or a SentencePiece model.
 
-Documents are encoded without special tokens and closed by one end-of-document token (EOS). The literal text of a
-special token in a document is encoded as text, so a document cannot forge its own end.
+Documents are encoded without special tokens, closed by one end-of-document token (EOS) and, where the tokenizer itself
+would do so, opened by a beginning (BOS). The literal text of a special token in a document is encoded as text, so a
+document cannot forge its own end.
 """
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 END_OF_DOCUMENT = "<|endoftext|>"  # of the tokenizer trained here
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for in a bare tokenizer.json
 SMALLEST_VOCABULARY = 257  # every byte and the end of a document
 PIECE = 1 << 20  # characters given to the trainer at a time
+LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces where that changes no id
+CONTEXT = 1 << 12  # characters on either side of a cut that must encode alike with and without it
 
 
-class TextEncoder:
-    """Encodes batches of documents with a Hugging Face fast tokenizer.
+class Encoder(Protocol):
+    """What a preparation needs of a tokenizer.
 
     Attributes:
         vocab_size: one more than the largest id.
         eos_id: the token that closes every document.
+        bos_id: the token that opens every document, or None.
         dtype: the smallest unsigned integer that holds every id.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    dtype: np.dtype
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each document, with EOS and BOS."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a directory that `AutoTokenizer.from_pretrained` loads."""
+        ...
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+class TextEncoder:
+    """Encodes batches of documents with a Hugging Face fast tokenizer; an Encoder.
+
+    Args:
+        add_bos: begin documents with BOS; None does as the tokenizer does by itself.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None = None) -> None:
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token not in vocabulary:
             raise ValueError(f"the tokenizer {name} has no end-of-document token; name eos_token in its config")
@@ -38,20 +69,111 @@ class TextEncoder:
         self._backend.encode_special_tokens = True  # the name says otherwise, but True means: as plain text
         self.eos_id = vocabulary[tokenizer.eos_token]
         self.vocab_size = max(vocabulary.values()) + 1
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        self.dtype = _dtype(self.vocab_size)
+        self.bos_id = _bos_id(tokenizer, name, add_bos)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each document, closed by EOS."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
+        """Token ids of each document, with EOS and BOS."""
+        parts = [list(self._cut(text)) if len(text) > LONG_TEXT else [text] for text in texts]
+        encodings = iter(self._encode([part for pieces in parts for part in pieces]))
+        head = [] if self.bos_id is None else [np.array([self.bos_id], dtype=self.dtype)]
+        tail = [np.array([self.eos_id], dtype=self.dtype)]
+        return [np.concatenate([*head, *(next(encodings) for _ in pieces), *tail]) for pieces in parts]
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        ids, first = [], 0
+        while first < len(texts):  # some at a time: what the library returns is many times the size of the ids
+            last, size = first, 0
+            while last < len(texts) and (last == first or size + len(texts[last]) <= LONG_TEXT):
+                size, last = size + len(texts[last]), last + 1
+            encodings = self._backend.encode_batch_fast(texts[first:last], add_special_tokens=False)
+            ids += [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+            first = last
+        return ids
+
+    def _cut(self, text: str) -> Iterator[str]:
+        """Pieces of a long text, which take a bounded amount of memory each and give the same ids as the whole.
+
+        A cut is made behind a line's end where the surroundings encode alike with and without it.
+        """
+        start = 0
+        while len(text) - start > LONG_TEXT:
+            border = text.rfind("\n", start + LONG_TEXT // 2, start + LONG_TEXT) + 1
+            before, after = text[max(start, border - CONTEXT) : border], text[border : border + CONTEXT]
+            whole, left, right = self._encode([before + after, before, after])
+            if not border or not np.array_equal(whole, np.concatenate([left, right])):
+                break
+            yield text[start:border]
+            start = border
+        yield text[start:]
 
     def save(self, folder: Path) -> None:
         """Write a directory that `AutoTokenizer.from_pretrained` loads."""
         self._tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(path: str | Path) -> TextEncoder:
-    """A tokenizer directory, or a tokenizer.json (with the tokenizer_config.json beside it, if there is one).
+def _bos_id(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None) -> int | None:
+    bos = tokenizer.bos_token_id
+    if add_bos is None:
+        add_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    if add_bos and bos is None:
+        raise ValueError(f"data.add_bos is true but the tokenizer {name} has no beginning-of-document token")
+    return bos if add_bos else None
+
+
+class SentencePieceEncoder:
+    """Encodes batches of documents with a SentencePiece model, by the library itself; an Encoder."""
+
+    def __init__(self, path: Path, add_bos: bool | None = None) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._path = path
+        self._processor = SentencePieceProcessor(model_file=str(path))
+        self.eos_id, bos = self._processor.eos_id(), self._processor.bos_id()
+        if self.eos_id < 0:
+            raise ValueError(f"the tokenizer {path} has no end-of-document token; train the model with an eos_id")
+        if add_bos and bos < 0:
+            raise ValueError(f"data.add_bos is true but the tokenizer {path} has no beginning-of-document token")
+        self.bos_id = (
+            bos if (_config_beside(path).get("add_bos_token", False) if add_bos is None else add_bos) else None
+        )
+        self.vocab_size = self._processor.vocab_size()
+        self.dtype = _dtype(self.vocab_size)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each document, with EOS and BOS."""
+        head = [] if self.bos_id is None else [self.bos_id]
+        ids = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        return [np.array([*head, *one, self.eos_id], dtype=self.dtype) for one in ids]
+
+    def save(self, folder: Path) -> None:
+        """Write the model and, for `AutoTokenizer`, the same pieces as a Hugging Face tokenizer.
+
+        The latter decodes exactly; of texts that begin with a space it may encode the first piece differently.
+        """
+        fast = LlamaTokenizerFast(
+            vocab_file=str(self._path),
+            legacy=False,
+            add_prefix_space=True,
+            add_bos_token=self.bos_id is not None,
+            eos_token=self._processor.id_to_piece(self.eos_id),
+            unk_token=self._processor.id_to_piece(self._processor.unk_id()),
+            bos_token=self._processor.id_to_piece(max(self._processor.bos_id(), self._processor.unk_id())),
+        )
+        fast.save_pretrained(folder)
+        shutil.copyfile(self._path, folder / "tokenizer.model")
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    config = path.parent / "tokenizer_config.json"
+    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+
+
+def load_tokenizer(path: str | Path, add_bos: bool | None = None) -> Encoder:
+    """A tokenizer directory, a tokenizer.json (with the config beside it, if there is one), or a SentencePiece model.
+
+    Args:
+        add_bos: begin documents with BOS; None does as the tokenizer does by itself.
 
     Raises:
         FileNotFoundError, ValueError: it is missing, unusable, or has no end-of-document token.
@@ -60,16 +182,22 @@ def load_tokenizer(path: str | Path) -> TextEncoder:
     if not path.exists():
         raise FileNotFoundError(f"the tokenizer {path} does not exist; correct data.tokenizer, or leave it out")
     folder = path if path.is_dir() else path.parent
+    if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file():
+        path = path / "tokenizer.model"
     try:
+        if path.suffix == ".model":
+            return SentencePieceEncoder(path, add_bos)
         if path.is_dir() or (path.name == "tokenizer.json" and (folder / "tokenizer_config.json").is_file()):
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         else:
             tokenizer = _from_bare_file(path)
     except Exception as error:  # the libraries raise bare Exception for a damaged file
+        if str(error).startswith(("the tokenizer", "data.add_bos")):
+            raise
         raise ValueError(f"the tokenizer {path} cannot be loaded ({str(error).splitlines()[0]})") from error
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer {path} has no fast version; save it with its tokenizer.json")
-    return TextEncoder(tokenizer, str(path))
+    return TextEncoder(tokenizer, str(path), add_bos)
 
 
 def _from_bare_file(path: Path) -> PreTrainedTokenizerFast:

@@ -43,9 +43,7 @@ def prep(recipe: RecipePath, overrides: Overrides = None) -> None:
     loaded = load_recipe(recipe, overrides)
     from data_prep.prep import prepare
 
-    made = prepare(
-        loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.token_rows, seed=loaded.seed
-    )
+    made = prepare(loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.token_rows)
     typer.echo(str(made))
 
 

@@ -16,6 +16,8 @@ PRECISIONS = ("auto", "fp32", "bf16")
 PENALTY_NORMS = ("sequence", "token")
 DEVICES = ("auto", "cpu", "cuda")
 BAD_DOCUMENT_POLICIES = ("stop", "skip")
+SOURCE_FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
+PACKINGS = ("concat", "best_fit", "long_first")
 
 
 @dataclass
@@ -85,27 +87,68 @@ class ParallelConfig:
 class SourceConfig:
     """One input of `longpitch prep`."""
 
-    path: str = MISSING  # a directory, a file or a glob
-    format: str = "auto"  # auto (by suffix) | text | jsonl
-    text_field: str = "text"  # key of the text in a JSONL line
-    suffixes: list[str] = field(default_factory=lambda: [".txt", ".md", ".jsonl"])  # files taken from a directory
+    path: str = MISSING  # a directory, a file, a glob, or the URL of one (s3://, gs://, hf://, file://)
+    name: str | None = None  # for the mixture and the report; None: the path
+    format: str = "auto"  # auto (by suffix) | text | jsonl | parquet | hf (a data set saved to disk)
+    text_field: str = "text"  # key of the text in a JSONL line, column of a Parquet file or HF data set
+    split: str = "train"  # of an HF data set that has several
+    suffixes: list[str] = field(default_factory=lambda: [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
+    # files taken from a directory, each also with .gz, .zst and .bz2 behind it
     exclude: list[str] = field(default_factory=list)  # names of folders in a directory that are left out
+    min_chars: int = 0  # shorter documents are left out
+    max_chars: int | None = None  # longer documents are left out
+    language_field: str | None = None  # key or column that holds a document's language
+    languages: list[str] = field(default_factory=list)  # values of language_field that are kept
+
+
+@dataclass
+class MixtureConfig:
+    """One part of the training tokens: documents of a source whose length lies within bounds."""
+
+    proportion: float = MISSING  # of the training tokens; the proportions of all parts are scaled to sum to 1
+    source: str | None = None  # name of a source; None: all of them
+    min_tokens: int = 0  # a document of fewer tokens belongs to another part
+    max_tokens: int | None = None  # a document of this many tokens or more belongs to another part
+    repeat: int = 1  # a document may be used so many times
+
+
+@dataclass
+class StreamConfig:
+    """One folder of shards among several that training mixes."""
+
+    shards: str = MISSING
+    proportion: float = MISSING  # of the sequences; the proportions of all streams are scaled to sum to 1
 
 
 @dataclass
 class DataConfig:
     """Where the shards lie, how `longpitch prep` makes them, and how training reads them."""
 
-    shards: str = MISSING  # folder written by prep (train/, heldout/, tokenizer/, manifest.json) and read by train
+    shards: str = MISSING  # folder (training also: URL) with train/, heldout/, tokenizer/ and manifest.json
+    # prep: inputs
     sources: list[SourceConfig] = field(default_factory=list)
-    tokenizer: str | None = (
-        None  # Hugging Face tokenizer directory or tokenizer.json; None: byte-level BPE trained here
-    )
-    tokenizer_vocab_size: int = 4096  # entries of the tokenizer trained here
-    heldout_fraction: float = 0.01  # of the documents, by hash
-    recall_masks: bool = False  # True: store the bit masks of the retrieval-weighted loss
     bad_documents: str = "stop"  # stop | skip: what an unreadable document does
+    max_document_mib: int = 64  # a larger document, or line, is a bad one
+    deduplicate: bool = True  # exact copies of a document are left out
+    heldout_fraction: float = 0.01  # of the documents, by hash
+    split_seed: int = 0  # of that hash; not the seed of training, so that runs of other seeds share the split
+    # prep: tokens
+    tokenizer: str | None = None
+    # Hugging Face tokenizer directory or tokenizer.json, or SentencePiece .model; None: byte-level BPE trained here
+    tokenizer_vocab_size: int = 4096  # entries of the tokenizer trained here
+    add_bos: bool | None = None  # begin every document with BOS; None: where the tokenizer does so itself
+    # prep: sequences
+    packing: str = "concat"  # concat | best_fit | long_first
+    mixture: list[MixtureConfig] = field(default_factory=list)  # a document belongs to the first part that it fits
+    max_tokens: int | None = None  # of the training split; None: as many as there are (and the mixture allows)
+    recall_masks: bool = False  # True: store the bit masks of the retrieval-weighted loss
     shard_mib: int = 64  # size of one shard
+    prep_workers: int = 0  # processes of prep; 0: one for each core
+    # training
+    streams: list[StreamConfig] = field(default_factory=list)
+    # training sequences come from these instead of `shards`, which still holds the tokenizer and the held-out split
+    cache: str | None = None  # local folder for shards that lie at a URL; None: <run_dir>/cache
+    cache_gib: float = 0.0  # size that the cache may reach per host; 0: no limit
     num_workers: int = 0  # loader processes per rank
     shuffle: bool = True
     canonical_nodes: int = 1  # fixes the sample order whatever the number of nodes

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -13,13 +11,14 @@ import pytest
 from streaming import LocalDataset
 from transformers import AutoTokenizer
 
+import data_prep.folder_lock
 from data_prep.fingerprint import file_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import check_manifest, check_split
 from data_prep.prep import prepare
 from data_prep.recall import recall_masks
 from data_prep.tokenizer import train_tokenizer
-from recipes.schema import DataConfig, SourceConfig
+from recipes.schema import DataConfig, MixtureConfig, SourceConfig
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 SEQ_LENGTH = 64
@@ -152,7 +151,9 @@ def test_same_corpus_gives_the_same_bytes(tmp_path):
         ("recall_masks", {"recall_masks": True}, {}),
         ("tokenizer_vocab_size", {"tokenizer_vocab_size": 301}, {}),
         ("sources", {"sources": [SourceConfig(path=str(STDLIB / "json"), suffixes=[".py", ".txt"])]}, {}),
-        ("seed", {}, {"seed": 1}),
+        ("split_seed", {"split_seed": 1}, {}),
+        ("packing", {"packing": "best_fit"}, {}),
+        ("deduplicate", {"deduplicate": False}, {}),
     ],
 )
 def test_other_settings_are_refused(tmp_path, key, change, prep_change):
@@ -196,6 +197,12 @@ def one_document(tmp_path: Path, *texts: str) -> list[SourceConfig]:
         ({}, {"vocab_size": 299}, "300 entries but model.vocab_size is 299"),
         ({"heldout_fraction": 1.0}, {}, "data.heldout_fraction is 1.0"),
         ({"shard_mib": 4096}, {}, "data.shard_mib is 4096"),
+        ({"packing": "tight"}, {}, "data.packing is 'tight'"),
+        ({"max_document_mib": 0}, {}, "data.max_document_mib is 0"),
+        ({"max_tokens": 0}, {}, "data.max_tokens is 0"),
+        ({"shards": "s3://bucket/shards"}, {}, "prepare into a local folder"),
+        ({"mixture": [MixtureConfig(proportion=0)]}, {}, "a part of proportion 0"),
+        ({"mixture": [MixtureConfig(proportion=1, source="no")]}, {}, "names the source 'no'"),
         ({"tokenizer_vocab_size": 100}, {}, "tokenizer_vocab_size is 100"),
         ({}, {"seq_length": 1}, "model.seq_length is 1"),
         ({"bad_documents": "maybe"}, {}, "'maybe'"),
@@ -219,7 +226,8 @@ def test_bad_line_stops_before_anything_is_written(tmp_path):
         file.write("bad\n")
     with pytest.raises(ValueError, match=r"x\.jsonl:2: is not JSON"):
         run(config(tmp_path, sources=sources))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["shards.partial", "x.jsonl"]
+    assert not list((tmp_path / "shards.partial").rglob("*.mds"))
 
 
 def test_heldout_is_never_empty_nor_everything(tmp_path):
@@ -236,9 +244,11 @@ def test_heldout_is_never_empty_nor_everything(tmp_path):
 
 def test_one_distinct_document_cannot_be_split(tmp_path):
     sources = one_document(tmp_path, "same", "same")
+    changes = {"sources": sources, "deduplicate": False}
     with pytest.raises(ValueError, match="only one distinct document"):
-        run(config(tmp_path, sources=sources))
-    result = run(config(tmp_path, sources=sources, heldout_fraction=0.0))
+        run(config(tmp_path, **changes))
+    result = run(config(tmp_path, **changes, heldout_fraction=0.0))
+    assert result.manifest["documents"] == {"read": 2, "written": 2, "skipped": {}}
     assert list(result.manifest["splits"]) == ["train"] and not (result.folder / "heldout").exists()
     assert result.manifest["heldout_unigram_entropy"] is None
 
@@ -278,25 +288,8 @@ def test_shards_are_cut_by_size(tmp_path):
     assert len(sizes) > 2 and max(sizes) <= 1 << 20
 
 
-def test_killed_preparation_starts_again(tmp_path):
-    """A kill during the writing leaves no folder of that name; the next run replaces what it left."""
-    program = (
-        "import os, data_prep.shards as shards\n"
-        "from tests.data_prep.test_prep import config, run\n"
-        "from pathlib import Path\n"
-        "shards.SplitWriter.finish = lambda self: os.kill(os.getpid(), 9)\n"
-        f"run(config(Path({str(tmp_path)!r})))\n"
-    )
-    killed = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60, capture_output=True
-    )
-    assert killed.returncode == -9
-    assert [p.name for p in tmp_path.iterdir()] == ["shards.partial"]
-    assert run(config(tmp_path)).fresh
-    assert [p.name for p in tmp_path.iterdir()] == ["shards"]
-
-
-def test_two_preparations_do_not_mix(tmp_path):
+def test_two_preparations_do_not_mix(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_prep.folder_lock, "WAIT_SECONDS", 0.2)
     with lock_folder(tmp_path / "shards.partial"), pytest.raises(ValueError, match="another process is writing"):
         run(config(tmp_path))
     assert run(config(tmp_path)).fresh

@@ -1,0 +1,152 @@
+"""Tokenized blocks on disk: what a preparation has done so far, whole or absent whenever it is killed.
+
+    KEY.bin     token ids | recall bits | switch bits | document lengths (uint32) | document hashes (2 x uint64)
+    KEY.json    how much of each, and which part of which files it holds; written last
+
+A document's masks are computed on the whole document, and its hash on its text.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MASKS: tuple[str, ...] = ("recall", "switch")
+OPEN_FILES = 128  # kept open by a process that gathers documents
+IN_A_FOLDER = 1000
+
+
+def block_path(folder: Path, key: str, suffix: str) -> Path:
+    """Where a part of a block lies; files of a corpus are spread over folders."""
+    return folder / f"{int(key.split('-')[0]) // IN_A_FOLDER:06}" / f"{key}{suffix}"
+
+
+def write_file(path: Path, *parts: bytes) -> None:
+    """Write a file so that it is whole or absent, also after a loss of power."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    with open(aside, "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(aside, path)
+
+
+def write_block(
+    folder: Path,
+    key: str,
+    facts: dict[str, Any],
+    documents: Sequence[np.ndarray],
+    hashes: Sequence[tuple[int, int]],
+    masks: Sequence[np.ndarray],
+    dtype: np.dtype,
+) -> dict[str, Any]:
+    """Write one block; returns its facts with what was added to them.
+
+    Args:
+        documents: token ids of each.
+        hashes: two 64-bit halves for each document.
+        masks: recall and switch of all documents one behind the other, bool; or none.
+        dtype: of the token ids.
+    """
+    tokens = np.concatenate([np.zeros(0, dtype), *documents])
+    bits = [np.packbits(mask).tobytes() for mask in masks]
+    lengths = np.array([len(document) for document in documents], dtype=np.uint32)
+    table = np.array(hashes, dtype=np.uint64).reshape(-1, 2)
+    write_file(block_path(folder, key, ".bin"), tokens.tobytes(), *bits, lengths.tobytes(), table.tobytes())
+    facts = facts | {"documents": len(documents), "tokens": len(tokens), "masks": len(masks)}
+    write_file(block_path(folder, key, ".json"), json.dumps(facts, ensure_ascii=False).encode())
+    return facts
+
+
+def read_facts(folder: Path, key: str) -> dict[str, Any] | None:
+    """What is known of a finished block; None if there is no such."""
+    try:
+        return json.loads(block_path(folder, key, ".json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents of the finished blocks, in the order of the corpus. Letters: D documents."""
+
+    folder: Path
+    dtype: np.dtype
+    keys: list[str]  # of the blocks
+    block_tokens: list[int]
+    lengths: np.ndarray  # uint32 [D], tokens
+    blocks: np.ndarray  # uint32 [D], index of the block
+    starts: np.ndarray  # uint32 [D], first token in the block
+    hashes: np.ndarray  # uint64 [D, 2]
+    sources: np.ndarray  # uint16 [D], index of the source
+
+    def read(self, document: int, start: int, count: int, masks: int) -> list[np.ndarray]:
+        """Token ids [count] from token `start` of a document on, and as many masks, bool [count]."""
+        block = int(self.blocks[document])
+        file = _open(block_path(self.folder, self.keys[block], ".bin"))
+        size, total = self.dtype.itemsize, self.block_tokens[block]
+        first = int(self.starts[document]) + start
+        parts = [np.frombuffer(os.pread(file, count * size, first * size), dtype=self.dtype)]
+        for number in range(masks):
+            at = total * size + number * -(-total // 8)
+            bits = np.frombuffer(os.pread(file, (first + count - 1) // 8 - first // 8 + 1, at + first // 8), np.uint8)
+            parts.append(np.unpackbits(bits)[first % 8 : first % 8 + count].astype(bool))
+        if any(len(part) != count for part in parts):
+            raise OSError(f"{self.keys[block]}.bin in {self.folder} is cut off; remove the folder and prepare again")
+        return parts
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _descriptor(path: Path) -> "_Descriptor":
+    return _Descriptor(path)
+
+
+class _Descriptor:
+    """A file that is closed when the cache lets go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _open(path: Path) -> int:
+    return _descriptor(path).number
+
+
+def load_corpus(folder: Path, facts: dict[str, dict[str, Any]], dtype: np.dtype) -> Corpus:
+    """The table of all documents.
+
+    Args:
+        facts: of every block, by key.
+    """
+    keys = sorted(facts)
+    lengths, hashes, starts = [np.zeros(0, np.uint32)], [np.zeros((0, 2), np.uint64)], [np.zeros(0, np.uint32)]
+    for key in keys:
+        count, tokens = facts[key]["documents"], facts[key]["tokens"]
+        at = tokens * dtype.itemsize + facts[key]["masks"] * -(-tokens // 8)
+        with open(block_path(folder, key, ".bin"), "rb") as file:
+            file.seek(at)
+            lengths.append(np.frombuffer(file.read(4 * count), dtype=np.uint32))
+            hashes.append(np.frombuffer(file.read(16 * count), dtype=np.uint64).reshape(-1, 2))
+        starts.append((np.cumsum(lengths[-1], dtype=np.int64) - lengths[-1]).astype(np.uint32))
+    counts = [facts[key]["documents"] for key in keys]
+    return Corpus(
+        folder,
+        dtype,
+        keys,
+        [facts[key]["tokens"] for key in keys],
+        np.concatenate(lengths),
+        np.repeat(np.arange(len(keys), dtype=np.uint32), counts),
+        np.concatenate(starts),
+        np.concatenate(hashes),
+        np.repeat(np.array([facts[key]["source"] for key in keys], dtype=np.uint16), counts),
+    )
