@@ -78,3 +78,11 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head dim")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the logits, 1/sqrt(head_dim) by default; raise ValueError unless it is above 0."""
+    scale = head_dim**-0.5 if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    return scale

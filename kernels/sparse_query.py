@@ -7,9 +7,12 @@ Shapes: B batch, T tokens, N query rows, S keys, H query heads, G key/value head
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.attention import check_heads, compute_dtype, group_heads, recompute, ungroup_heads
+from kernels.attention import check_heads, check_scale, compute_dtype, group_heads, recompute, ungroup_heads
+from kernels.triton_sparse_query import triton_rows_attention
 from kernels.triton_tools import use_triton
 
 _BLOCK = 128  # rows computed at a time
@@ -24,6 +27,7 @@ def sparse_query_attention(
     scale: float | None = None,
     backend: str = "auto",
     cu_seqlens: Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Exact causal attention of the active queries over all keys up to their own; exact zeros elsewhere.
 
@@ -33,11 +37,14 @@ def sparse_query_attention(
     Args:
         q: [B, T, H, D], any float dtype, already rotated.
         k, v: [B, T, G, D], H a multiple of G.
-        active: bool [B, T]; None says, without a look at the device, that every query is active.
-        scale: factor on the logits, default 1/sqrt(D).
+        active: bool [B, T]; None says, without a look at the device, that every query is active: on a GPU that is
+            SDPA's fastest backend where it serves (bf16 or fp16, no cu_seqlens).
+        scale: factor on the logits, above 0, default 1/sqrt(D).
         backend: "auto", "reference" or "triton".
         cu_seqlens: int32 [n + 1], where documents begin in the B * T tokens of the flattened batch, from 0 to B * T;
             attention stays inside a document. A batch row always begins one. Default: one document a row.
+        deterministic: same gradient bits in every run; None follows `torch.are_deterministic_algorithms_enabled`.
+            The reference always is; Triton then computes logits twice in the backward pass.
 
     Returns:
         [B, T, H, D] in the dtype of `q`.
@@ -45,13 +52,17 @@ def sparse_query_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown or unavailable backend.
     """
-    if use_triton("sparse_query_attention", backend, q, k, v) and backend == "triton":
-        raise ValueError(
-            "sparse_query_attention has only the reference backend so far, so backend='triton' cannot be served"
-        )
+    on_gpu = use_triton("sparse_query_attention", backend, q, k, v)
     _check_tokens(q, k, v, active, cu_seqlens)
     (B, T, H, D), device = q.shape, q.device
+    scale = check_scale(scale, D)
     starts = None if cu_seqlens is None else document_starts(cu_seqlens, B, T)
+    if on_gpu and q.numel():
+        if active is None and starts is None and q.is_cuda and q.dtype != torch.float32:
+            return _dense(q, k, v, scale)
+        return triton_rows_attention(
+            q, k, v, active=active, first_key=starts, scale=scale, deterministic=deterministic
+        )[0]
     if active is None:
         active = torch.ones(B, T, dtype=torch.bool, device=device)
     # the active tokens of each row in order, then any others as padding
@@ -60,7 +71,7 @@ def sparse_query_attention(
     positions = tokens.where(active.gather(1, tokens), -1)
     at = tokens[..., None, None].expand(-1, -1, H, D)
     starts = None if starts is None else starts.gather(1, tokens)
-    rows, _ = _reference_rows(q.gather(1, at), positions, k, v, 0, starts, D**-0.5 if scale is None else scale)
+    rows, _ = _reference_rows(q.gather(1, at), positions, k, v, 0, starts, scale)
     return torch.zeros_like(q).scatter(1, at, rows)
 
 
@@ -74,6 +85,7 @@ def sparse_query_rows(
     document_start: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from query rows at any positions to a piece of the keys.
 
@@ -86,8 +98,10 @@ def sparse_query_rows(
         k, v: [B, S, G, D], the keys at positions key_start .. key_start + S - 1.
         key_start: position of key 0.
         document_start: int [B, N], position of the first key that each row may see; default 0.
-        scale: factor on the logits, default 1/sqrt(D).
+        scale: factor on the logits, above 0, default 1/sqrt(D).
         backend: "auto", "reference" or "triton". Triton is fastest when positions ascend, padding last.
+        deterministic: same gradient bits in every run; None follows `torch.are_deterministic_algorithms_enabled`.
+            The reference always is; Triton then computes logits twice in the backward pass.
 
     Returns:
         out: [B, N, H, D] in the dtype of `q_rows`; exact zeros where a row sees no key of the piece.
@@ -96,15 +110,17 @@ def sparse_query_rows(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown or unavailable backend.
     """
-    if use_triton("sparse_query_rows", backend, q_rows, k, v) and backend == "triton":
-        raise ValueError(
-            "sparse_query_rows has only the reference backend so far, so backend='triton' cannot be served"
-        )
+    on_gpu = use_triton("sparse_query_rows", backend, q_rows, k, v)
     check_heads(q_rows, k, v)
     _check_integers("positions", positions, q_rows.shape[:2])
     if document_start is not None:
         _check_integers("document_start", document_start, q_rows.shape[:2])
-    scale = q_rows.shape[3] ** -0.5 if scale is None else scale
+    scale = check_scale(scale, q_rows.shape[3])
+    if on_gpu and q_rows.numel() and k.shape[1]:
+        return triton_rows_attention(
+            q_rows, k, v, positions=positions, first_key=document_start, key_start=key_start, scale=scale,
+            deterministic=deterministic,
+        )  # fmt: skip
     return _reference_rows(q_rows, positions, k, v, key_start, document_start, scale)
 
 
@@ -135,6 +151,15 @@ def merge_partial_results(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tenso
     total = total.masked_fill(nothing, 1)
     out = sum(o.to(total.dtype) * (w / total)[..., None] for o, w in zip(outs, weights, strict=True))
     return out.to(outs[0].dtype), (peak + total.log()).masked_fill(nothing, -torch.inf)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Every query of whole sequences: SDPA's backends, the fastest on Hopper first; all of them are exact."""
+    fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(fastest_first, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 def document_starts(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Window attention on the GPU: FreeSolo's local branch, plain sliding windows and dense causal attention.
+"""Window attention on the GPU, as FreeSolo's local branch; windows by themselves are triton_rows.py's.
 
 Forward keeps the log-sum-exp of each row. Backward is two kernels without atomics, so its result is the same in
 every run: one owns a tile of keys and walks the queries that see it, one owns a tile of queries.
@@ -11,19 +11,15 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key/value heads, R = H / 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kernels.triton_tools import (
     LOG2E,
     MASKED,
-    dense_heads,
     dot,
     head_lanes,
-    padded_dim,
     rotate_pair,
     rounding_rest,
     split_halves,
-    token_strides,
 )
 
 
@@ -191,20 +187,6 @@ def logit_scale(bound_ptr, group):
     `bound` [BG, 3] holds the largest norms of rows of d_out, of v and of du.
     """
     return gradient_scale(2 * tl.load(bound_ptr + 3 * group) * tl.load(bound_ptr + 3 * group + 1))
-
-
-@triton.jit
-def _row_dot_kernel(
-    x_ptr, y_ptr, out_ptr, num_rows, T, H, y_sb, y_st, y_sh, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
-):
-    """sum_d x * y of each row; x and out are dense [B, T, H, ..]."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lanes, there = head_lanes(D, DP)
-    here = (row < num_rows)[:, None] & there[None, :]
-    at = row // H // T * y_sb + row // H % T * y_st + row % H * y_sh
-    x = tl.load(x_ptr + row[:, None] * D + lanes[None, :], mask=here, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + at[:, None] + lanes[None, :], mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, tl.sum(x * y, 1), mask=row < num_rows)
 
 
 @triton.jit
@@ -444,16 +426,6 @@ def _window_bwd_query_kernel(
         tl.store(dq_ptr + wide[:, None] * step + lanes[None, :], dq.to(dq_ptr.dtype.element_ty), mask=here)
 
 
-def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """sum_d x * y in fp32: dense [B, T, H, D] and any [B, T, H, D] -> [B, T, H]."""
-    B, T, H, D = x.shape
-    y = dense_heads(y)
-    out = torch.empty(B, T, H, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(out.numel(), 64),)
-    _row_dot_kernel[grid](x, y, out, out.numel(), T, H, *token_strides(y), D=D, DP=padded_dim(D), ROWS=64)
-    return out
-
-
 def forward_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     """Tile sizes of the forward kernel; fp32 is multiplied without tensor cores and takes small tiles."""
     if dtype == torch.float32:
@@ -479,98 +451,3 @@ def query_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     if DP <= 64:
         return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3}
     return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
-
-
-def window_forward(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [B, Tq, H, D] and the log2-sum-exp of each row [B, Tq, H]."""
-    (B, Tq, H, D), (_, Tk, G, _) = q.shape, k.shape
-    DP, config = padded_dim(D), forward_config(q.dtype, padded_dim(D))
-    out = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, Tq, H, dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(Tq, config["BM"]) * B * H,)
-    _window_fwd_kernel[grid](
-        q, k, v, q if first_key is None else first_key, out, out, lse, out, lse, lse, lse, lse, lse,
-        *token_strides(q), *token_strides(k), *token_strides(v),
-        Tq, Tk, G, 0, window or 0, query_offset, scale, 0.0,
-        R=H // G, D=D, DP=DP, K=1, HAS_WINDOW=window is not None, HAS_FIRST=first_key is not None,
-        HAS_READ=False, KEEP_REST=False, **config,
-    )  # fmt: skip
-    return out, lse
-
-
-def window_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    window: int | None, query_offset: int, first_key: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dense, in the dtype of the inputs."""
-    (B, Tq, H, D), (_, Tk, G, _) = q.shape, k.shape
-    DP = padded_dim(D)
-    d_out = dense_heads(d_out)
-    delta = row_dot(out, d_out)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    first = q if first_key is None else first_key
-    strides = (*token_strides(q), *token_strides(k), *token_strides(v), *token_strides(d_out), 0)
-    shared = {"R": H // G, "D": D, "DP": DP, "HAS_WINDOW": window is not None, "HAS_FIRST": first_key is not None,
-              "FUSED": False}  # fmt: skip
-    config = key_config(q.dtype, DP)
-    _window_bwd_key_kernel[(triton.cdiv(Tk, config["BN"]) * B * G,)](
-        q, k, v, d_out, lse, delta, first, dk, dv, lse, lse, lse, lse, lse, *strides,
-        Tq, Tk, G, 0, 0, 0, window or 0, query_offset, scale, **shared, **config,
-    )  # fmt: skip
-    config = query_config(q.dtype, DP)
-    _window_bwd_query_kernel[(triton.cdiv(Tq, config["BM"]) * B * H,)](
-        q, k, v, d_out, lse, delta, first, dq, lse, lse, lse, lse, lse, lse, *strides,
-        Tq, Tk, G, 0, window or 0, query_offset, scale, K=1, **shared, **config,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-@torch.library.custom_op("longpitch::window_attention", mutates_args=())
-def _window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (dense_heads(x) for x in (q, k, v))
-    return window_forward(q, k, v, window, query_offset, first_key, scale)
-
-
-@_window_attention.register_fake
-def _(q, k, v, window, query_offset, first_key, scale):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("longpitch::window_attention_backward", mutates_args=())
-def _window_attention_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    window: int | None, query_offset: int, first_key: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (dense_heads(x) for x in (q, k, v))
-    return window_backward(d_out, q, k, v, out, lse, window, query_offset, first_key, scale)
-
-
-@_window_attention_backward.register_fake
-def _(d_out, q, k, v, out, lse, window, query_offset, first_key, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _keep(ctx, inputs, output):
-    q, k, v, ctx.window, ctx.query_offset, first_key, ctx.scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, first_key)
-
-
-def _backward(ctx, d_out, _d_lse):
-    *tensors, first_key = ctx.saved_tensors
-    grads = _window_attention_backward(d_out, *tensors, ctx.window, ctx.query_offset, first_key, ctx.scale)
-    return *grads, None, None, None, None
-
-
-_window_attention.register_autograd(_backward, setup_context=_keep)
-
-
-def triton_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
-) -> Tensor:
-    """`sliding_window_attention` of window.py on checked arguments, on the GPU."""
-    return _window_attention(q, k, v, window, query_offset, first_key, scale)[0]

@@ -6,7 +6,8 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head d
 import torch
 from torch import Tensor
 
-from kernels.attention import check_heads, group_heads, masked_attention, recompute, ungroup_heads
+from kernels.attention import check_heads, check_scale, group_heads, masked_attention, recompute, ungroup_heads
+from kernels.triton_sparse_query import triton_rows_attention
 from kernels.triton_tools import use_triton
 
 _BLOCK = 128  # queries computed at a time
@@ -22,6 +23,7 @@ def sliding_window_attention(
     first_key: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Attend from each query to its own token and the `window` tokens before it.
 
@@ -36,8 +38,10 @@ def sliding_window_attention(
         query_offset: key position of query row 0.
         first_key: int [B, Tq], the first key each query may see (where its document starts); default 0.
             A query that may see nothing yields exact zeros.
-        scale: factor on the logits, default 1/sqrt(D).
+        scale: factor on the logits, above 0, default 1/sqrt(D).
         backend: "auto", "reference" or "triton".
+        deterministic: same gradient bits in every run; None follows `torch.are_deterministic_algorithms_enabled`.
+            The reference always is; Triton then computes logits twice in the backward pass.
 
     Returns:
         [B, Tq, H, D] in the dtype of `q`.
@@ -55,13 +59,12 @@ def sliding_window_attention(
     if first_key is not None and first_key.shape != (B, Tq):
         raise ValueError(f"first_key must be {[B, Tq]}, got {list(first_key.shape)}")
 
-    scale = D**-0.5 if scale is None else scale
-    if on_gpu:
-        from kernels.triton_window import triton_window_attention
-
-        return triton_window_attention(
-            q, k, v, window=window, query_offset=query_offset, first_key=first_key, scale=scale
-        )
+    scale = check_scale(scale, D)
+    if on_gpu and q.numel():
+        return triton_rows_attention(
+            q, k, v, first_key=first_key, window=window, query_offset=query_offset, scale=scale,
+            deterministic=deterministic,
+        )[0]  # fmt: skip
     newest = torch.arange(query_offset, query_offset + Tq, device=q.device)[None]  # [1, Tq]
     oldest = torch.zeros_like(newest) if window is None else newest - window
     if first_key is not None:

@@ -111,6 +111,17 @@ def freesolo_bench(
     bench_freesolo(json_path=out)
 
 
+@bench.command("l2a", epilog="Example: longpitch bench l2a --out bench.json")
+def l2a_bench(
+    out: Annotated[Path | None, typer.Option(help="JSON file to write besides", show_default=False)] = None,
+) -> None:
+    """Time and memory of L2A's sparse-query and window attention beside SDPA, for 4K to 128K tokens."""
+    _need_gpu()
+    from launch.bench_l2a import bench_l2a
+
+    bench_l2a(json_path=out)
+
+
 @bench.command("step", epilog="Example: longpitch bench step recipes/freesolo_340m.yaml --micro-batch 8")
 def step_bench(
     recipe: RecipePath,

@@ -8,11 +8,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+import kernels.triton_rows
 from kernels.triton_freesolo import triton_freesolo, triton_read_cells
 from kernels.triton_rope import triton_apply_rope
-from kernels.triton_window import triton_window_attention
+from kernels.triton_sparse_query import triton_rows_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
@@ -21,7 +25,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 def compile_only(kernel: JITFunction, *args, grid, warmup, **kwargs):
     """Compile what a launch would run."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, aligned = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -30,12 +34,17 @@ def compile_only(kernel: JITFunction, *args, grid, warmup, **kwargs):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
+        elif isinstance(value, TensorDescriptor | GluonDescriptor):
+            layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
         multiple = isinstance(value, int) and value % 16 == 0
         if signature[name] != "constexpr" and (isinstance(value, torch.Tensor) or multiple):
             aligned[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        fn=kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
     compiled.append(triton.compile(source, target=HOPPER, options=options).metadata)
 
 
@@ -76,13 +85,24 @@ def test_read_cells():
 
 
 @pytest.mark.parametrize(
-    ("D", "window", "documents"), [(128, 4095, True), pytest.param(64, None, False, marks=pytest.mark.slow)]
+    ("D", "window", "documents", "sparse", "deterministic", "hopper"),
+    [
+        pytest.param(128, 4095, True, False, False, True, id="window"),
+        pytest.param(128, None, False, True, False, True, id="sparse"),
+        pytest.param(96, None, True, True, True, False, id="deterministic"),
+        pytest.param(64, None, False, True, False, True, marks=pytest.mark.slow, id="d64"),
+        pytest.param(128, None, False, True, False, False, marks=pytest.mark.slow, id="other-gpus"),
+    ],
 )
-def test_window(D, window, documents):
+def test_rows(D, window, documents, sparse, deterministic, hopper, monkeypatch):
+    monkeypatch.setattr(kernels.triton_rows, "on_hopper", lambda x: hopper)
     q, k, v = leaves((1, 256, 4, D), (1, 256, 2, D), (1, 256, 2, D))
-    first_key = torch.zeros(1, 256, dtype=torch.int64) if documents else None
-    out = triton_window_attention(q, k, v, window=window, query_offset=0, first_key=first_key, scale=1.0)
-    out.backward(torch.zeros_like(out))
+    options = {
+        "first_key": torch.zeros(1, 256, dtype=torch.int64) if documents else None,
+        "active": torch.ones(1, 256, dtype=torch.bool) if sparse else None,
+    }
+    out, lse = triton_rows_attention(q, k, v, window=window, scale=1.0, deterministic=deterministic, **options)
+    (out.sum() + lse.sum()).backward()
 
 
 def test_rope():

@@ -6,9 +6,11 @@ import torch
 import kernels.triton_cells
 import kernels.triton_freesolo
 import kernels.triton_readout
+import kernels.triton_rows
 from kernels.cells import cell_priority, choose_cells, number_cells, offered_cells, read_cells, split_cells
 from kernels.freesolo import freesolo_attention, select_cells
 from kernels.rope import apply_rope, rope_tables
+from kernels.sparse_query import sparse_query_attention, sparse_query_rows
 from kernels.window import sliding_window_attention
 from tests.numerics import assert_close, load_vector, out_and_grads
 
@@ -184,3 +186,77 @@ def test_sizes_that_the_kernels_refuse():
         select_cells(q, q, cell_size=8, query_block=16, backend="triton")
     with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
         select_cells(q.double(), q.double(), backend="triton")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "share", "documents", "dtype"),
+    [
+        pytest.param(3, 70, 6, 2, 32, 0.3, False, torch.float32, id="gqa3"),
+        pytest.param(1, 1, 2, 1, 64, 1.0, False, torch.float32, id="one-token"),
+        pytest.param(2, 50, 4, 2, 24, 0.0, False, torch.float32, id="none"),
+        pytest.param(2, 90, 7, 1, 12, 0.5, True, torch.float32, id="documents-gqa7-padded-dim"),
+        pytest.param(1, 200, 4, 1, 96, 0.7, False, torch.float16, id="d96"),
+        pytest.param(2, 300, 2, 2, 16, None, True, torch.float16, id="all-in-documents"),
+        pytest.param(2, 130, 2, 2, 4, 0.9, False, torch.float16, id="tiny-dim"),
+    ],
+)
+def test_sparse_query(B, T, H, G, D, share, documents, deterministic, dtype, monkeypatch):
+    # several programs, and in half of the cases head after head: as on a GPU with many tiles
+    monkeypatch.setattr(kernels.triton_rows, "num_processors", lambda device: 3)
+    monkeypatch.setattr(kernels.triton_rows, "_SPREAD", 2 if deterministic else 512)
+    monkeypatch.setattr(kernels.triton_rows, "_SCRATCH", 1 if deterministic else 2**30)
+    # more of the queries of one row than of the next
+    active = None if share is None else torch.rand(B, T) < torch.linspace(share, share / 2, B)[:, None]
+    cu_seqlens = torch.tensor([0, 1, 8, T - 3, T + 5, B * T] if B > 1 else [0, B * T]).int() if documents else None
+    inputs = normal(q=(B, T, H, D), k=(B, T, G, D), v=(B, T, G, D))
+    options = {"active": active, "cu_seqlens": cu_seqlens}
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    d_out = torch.randn_like(inputs["q"])
+    got = out_and_grads(
+        lambda **x: sparse_query_attention(**x, **options, backend="triton", deterministic=deterministic), inputs, d_out
+    )
+    want = out_and_grads(lambda **x: sparse_query_attention(**x, **options, backend="reference"), inputs, d_out)
+    for name in want:
+        assert_close(name, got[name], want[name], rtol=RTOL[dtype], atol=ATOL)
+    if active is not None:
+        assert (got["out"][~active] == 0).all()
+        assert (got["dq"][~active] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["sparse_query_20", "sparse_query_none", "sparse_query_one"])
+def test_sparse_query_vectors(name):
+    data, _ = load_vector(name)
+    x = {key: value[None] for key, value in data.items()}
+    inputs = {key: x[key] for key in ("q", "k", "v")}
+    got = out_and_grads(lambda **y: sparse_query_attention(**y, active=x["active"], backend="triton"), inputs, x["do"])
+    for key, want in (("out", "o"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
+        assert_close(key, got[key], x[want], rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["ascending", "any"])
+@pytest.mark.parametrize("key_start", [0, 40])
+def test_rows(order, key_start):
+    """Rows in any order, with padding, before and beyond the piece; views of a fused projection; lse has gradient."""
+    B, N, S, H, G, D = 2, 60, 100, 4, 2, 16
+    positions = torch.randint(0, 200, (B, N))
+    positions[:, ::9] = 1000
+    positions = positions.sort(1).values if order == "ascending" else positions
+    positions = positions.masked_fill(positions == 1000, -1)
+    starts = (positions - torch.randint(0, 150, (B, N))).clamp_min(0)
+    inputs = {"q": torch.randn(B, N, H, D), "kv": torch.randn(S, B, G, 2 * D)}  # Megatron's order
+    weight = torch.randn(B, N, H * D + H)
+
+    def call(q, kv, backend):
+        k, v = kv.transpose(0, 1).split(D, dim=3)
+        options = {"key_start": key_start, "document_start": starts, "backend": backend}
+        out, lse = sparse_query_rows(q, positions, k, v, **options)
+        assert (lse == -torch.inf).any()
+        return torch.cat([out.flatten(2), lse.where(lse > -torch.inf, 0)], 2)
+
+    got, want = (
+        out_and_grads(lambda **x: call(**x, backend=backend), inputs, weight)  # noqa: B023
+        for backend in ("triton", "reference")
+    )
+    for name in want:
+        assert_close(name, got[name], want[name], rtol=1e-5)
