@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import deepspeed_compat
-from megatron_ext.context_parallel.collectives import all_reduce
+from megatron_ext.context_parallel.collectives import all_reduce, group_rank, group_size
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
+from megatron_ext.tensor_parallel import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -227,37 +228,32 @@ def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: LanguageModel, checkpoint: Path) -> None:
-    """Fill a whole (not sharded, not tensor-parallel) model with the fp32 weights of a checkpoint of any ZeRO stage.
+    """Fill a model (not sharded yet; this tensor-parallel rank's part of it) with the weights of any checkpoint.
 
     Parameters that the checkpoint's kind of attention lacks (alpha, gain) keep their start values.
 
     Raises:
-        CheckpointError: tensor-parallel checkpoint, other constants, or weights that do not fit.
+        CheckpointError: other constants, or weights that do not fit.
     """
+    ranks = {"rank": group_rank(model.tensor_group), "ranks": group_size(model.tensor_group)}
     state = stored_weights(checkpoint)
     for name, own in model.state_dict().items():
         if own is None:
             continue
         saved = state.get(name)
+        saved = None if saved is None else cut(name, saved, **ranks)
         _check_fit(checkpoint, name, own, saved)
         if saved is not None:
             own.copy_(saved)
 
 
 def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
-    """The weights of a checkpoint by name: fp32 after ZeRO 1-3, else as stored. Each is put together when asked for.
-
-    Raises:
-        CheckpointError: a tensor-parallel checkpoint.
-    """
+    """The weights of a checkpoint by name: fp32 after ZeRO 1-3, else as stored. Each is put together when asked for."""
     layout = read_facts(checkpoint)["layout"]
     if layout.get("weights_only"):
         return StoredWeights(checkpoint / WEIGHTS)
-    if layout["tensor"] != 1:
-        raise CheckpointError(
-            f"{checkpoint}: its weights are cut over {layout['tensor']} tensor-parallel ranks; only 1 is read"
-        )
-    return deepspeed_compat.consolidated_weights(checkpoint, TAG, layout["zero_stage"])
+    stage, ranks = layout["zero_stage"], range(layout["tensor"])
+    return MergedWeights([deepspeed_compat.consolidated_weights(checkpoint, TAG, stage, rank) for rank in ranks])
 
 
 def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None) -> None:

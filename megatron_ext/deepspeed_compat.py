@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -219,29 +220,40 @@ def drop_step(engine) -> None:
 
 
 class _GatheredWeights(Mapping[str, torch.Tensor]):
-    """Weights that DeepSpeed gathers from the files of all ranks, each when it is asked for."""
+    """Weights that DeepSpeed gathers from the files of all ranks, each when it is asked for; `plain` has the others."""
 
-    def __init__(self, lazy: dict):
-        self._lazy = lazy
+    def __init__(self, lazy: dict, plain: dict[str, torch.Tensor]):
+        self._weights = plain | lazy
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._lazy[name].contiguous()
+        return self._weights[name].contiguous()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._lazy)
+        return iter(self._weights)
 
     def __len__(self) -> int:
-        return len(self._lazy)
+        return len(self._weights)
 
 
-def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int) -> Mapping[str, torch.Tensor]:
-    """Weights and buffers of a checkpoint on the CPU: fp32 from the shards of all ranks; stage 0 as they trained."""
+def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_rank: int) -> Mapping[str, torch.Tensor]:
+    """Weights and buffers of a tensor-parallel rank on the CPU: fp32 from the shards of all its data-parallel ranks.
+
+    Stage 0 has them as they trained, and so has every stage those that are frozen. DeepSpeed's own tool takes all files
+    of a folder for those of one tensor-parallel rank, and forgets the frozen weights of stage 1.
+    """
+    rank, plain = f"mp_rank_{tensor_rank:02d}", {}
+    if zero_stage < 3:
+        file = checkpoint / tag / f"{rank}_model_states.pt"
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["module"]
+        plain = {name: value for name, value in state.items() if value is not None}
     if zero_stage == 0:
-        file = checkpoint / tag / "mp_rank_00_model_states.pt"
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-        return {name: value for name, value in state["module"].items() if value is not None}
+        return plain
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag, lazy_mode=True)
-    return _GatheredWeights(lazy)
+    silence = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
+    with tempfile.TemporaryDirectory() as folder, silence[0], silence[1]:
+        (Path(folder) / tag).mkdir()
+        for file in (checkpoint / tag).glob(f"*{rank}_*.pt"):
+            (Path(folder) / tag / file.name).symlink_to(file.absolute())
+        lazy = get_fp32_state_dict_from_zero_checkpoint(folder, tag=tag, lazy_mode=True)
+    return _GatheredWeights(lazy, plain)
