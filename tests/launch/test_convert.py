@@ -15,7 +15,7 @@ from launch.generate import greedy
 from launch.run_directory import model_of
 from megatron_ext import checkpoint
 from megatron_ext.weights import INDEX, SINGLE, StoredWeights
-from recipes.load import RecipeError
+from recipes.load import RecipeError, load_recipe
 from tests.distributed import ROOT
 from tests.launch.hugging_face_models import FAMILIES, our_logits, some_tokens, their_logits, write_model
 from tests.numerics import assert_close
@@ -104,6 +104,26 @@ def test_generate_reads_an_import(models, tmp_path):
     run = import_model(models["qwen2-tied"], tmp_path / "run", "dense", [])
     (text,) = greedy(run, ["every word"], 4)
     assert text.startswith("every word") and len(text) > len("every word")
+
+
+def test_import_is_the_base_of_a_training_recipe(models, tmp_path):
+    run = import_model(models["qwen2-tied"], tmp_path / "run", "l2a", [])
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(
+        "base: run/recipe.yaml\nrun_dir: runs/x\nmodel: {seq_length: 64, attention: {rope_base: 5.0e6}}\n"
+        "data: {shards: shards}\ntrain: {steps: 2, tokens_per_step: 128, lr: 1.0e-4, min_lr: 0.0}\n"
+    )
+    loaded = load_recipe(recipe)
+    assert loaded.model.init_from == str(run) and loaded.data.tokenizer == str(run / "tokenizer")
+    assert (loaded.model.num_layers, loaded.model.qkv_bias, loaded.model.attention.kind) == (2, True, "l2a")
+    assert loaded.model.attention.rope_base == 5e6
+
+
+def test_a_run_cannot_go_on_from_weights_only(models, tmp_path):
+    run = import_model(models["qwen2-tied"], tmp_path / "run", "dense", [])
+    facts = checkpoint.read_facts(checkpoint.find(run))
+    with pytest.raises(ValueError, match="name it as model.init_from"):
+        checkpoint.needs_universal(facts, None, 0)  # type: ignore[arg-type] - refused before any layout matters
 
 
 def test_generation_config_travels(models, tmp_path):
