@@ -101,8 +101,9 @@ def test_operators_describe_themselves(dtype):
     table = (q, *cells, None, sigma, lam, 0, 16, 2, None, 8, False)
     torch.library.opcheck(torch.ops.longpitch.read_cells.default, table, test_utils=checks)
     torch.library.opcheck(torch.ops.longpitch.rotate.default, (q, cos, sin, 1.0), test_utils=checks)
-    window = (q, k, v, 9, 0, None, 0.25)
-    torch.library.opcheck(torch.ops.longpitch.window_attention.default, window, test_utils=checks)
+    for active in (None, torch.rand(1, 64) < 0.5):
+        rows = (q, k, v, active, None, None, None if active is not None else 9, 0, 0, 0.25, True)
+        torch.library.opcheck(torch.ops.longpitch.rows_attention.default, rows, test_utils=checks)
 
 
 def test_chunks_of_heads(monkeypatch):
