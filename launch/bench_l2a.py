@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.sparse_query import sparse_query_attention
 from kernels.window import sliding_window_attention
-from launch.bench import _GRAPH_UP_TO, _measure, _text
+from launch.bench_freesolo import _GRAPH_UP_TO, _measure, _text
 
 LENGTHS = (4096, 32768, 131072)
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.01)

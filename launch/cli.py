@@ -106,7 +106,7 @@ def freesolo_bench(
 ) -> None:
     """Time and memory of FreeSolo's operator beside SDPA, for 4K to 256K tokens."""
     _need_gpu()
-    from launch.bench import bench_freesolo
+    from launch.bench_freesolo import bench_freesolo
 
     bench_freesolo(json_path=out)
 
