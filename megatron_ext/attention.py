@@ -18,7 +18,7 @@ from kernels.freesolo import freesolo_attention
 from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
 from megatron_ext.context_parallel.cells import CellTable, candidate_cells
-from megatron_ext.context_parallel.collectives import group_size, replicated_parameter
+from megatron_ext.context_parallel.collectives import group_size, replicated_parameter, tensor_parallel_group
 from megatron_ext.context_parallel.halo import with_halo
 from megatron_ext.context_parallel.queries import balanced_attention
 
@@ -86,6 +86,20 @@ class ActiveQueries(NamedTuple):
     """Which queries look back over the whole sequence; travels in megatron-core's `attention_mask` argument."""
 
     mask: torch.Tensor | None  # bool [B, T]; None: all of them
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of q or k per head (Qwen3). Each tensor-parallel rank norms its own heads, so gradients are summed.
+
+    The stock norm leaves that to megatron-core's own optimizer, which is not ours.
+    """
+
+    def __init__(self, hidden_size: int, config, eps: float):
+        super().__init__(hidden_size, eps=eps)
+        self.tensor_group = tensor_parallel_group()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, replicated_parameter(self.weight, self.tensor_group), self.eps)
 
 
 class _CoreAttention(nn.Module):

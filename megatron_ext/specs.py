@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
+from megatron_ext.attention import FreeSoloAttention, HeadNorm, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
 from megatron_ext.router import ContextFreeGate, Router
 from recipes.schema import AttentionConfig, ModelConfig
@@ -151,6 +151,10 @@ def layer_spec(
             f"set document_mask: false or use {' or '.join(KINDS_WITH_DOCUMENT_MASK)}"
         )
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    if qk_norm:
+        heads = replace(stock.submodules.self_attention.submodules, q_layernorm=HeadNorm, k_layernorm=HeadNorm)
+        attention_spec = replace(stock.submodules.self_attention, submodules=heads)
+        stock = replace(stock, submodules=replace(stock.submodules, self_attention=attention_spec))
     self_attention = _with_core(stock.submodules.self_attention, CORE_ATTENTIONS[kind](attention))
     layer = replace(stock, submodules=replace(stock.submodules, self_attention=self_attention))
     if kind in GLOBAL_ATTENTIONS:

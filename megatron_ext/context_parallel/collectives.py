@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 Group = dist.ProcessGroup | None
 
@@ -23,6 +24,11 @@ def group_size(group: Group) -> int:
 def group_rank(group: Group) -> int:
     """This rank's place in `group`; 0 without a group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def tensor_parallel_group() -> Group:
+    """The tensor-parallel group that megatron-core was initialized with."""
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -16,17 +16,23 @@ from megatron_ext.context_parallel.collectives import ledger
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from recipes.schema import AttentionConfig, ModelConfig
+from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
 
 BLOCK = 16
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=48, vocab_size=80, seq_length=200,
     vocab_tokens=64,  # the second of two tensor ranks holds padding besides
     qkv_bias=True, init_std=0.3,
-    attention=AttentionConfig(cell_size=4, query_block=BLOCK, top_k=3, retain=5, recent=3, window=20, alpha_init=0.7),
+    attention=AttentionConfig(
+        cell_size=4, query_block=BLOCK, top_k=3, retain=5, recent=3, window=20, alpha_init=0.7, gate_temperature=0.5,
+        open_probability=0.4, leak_probability=0.5,
+    ),
 )  # fmt: skip
+DRAWS = {"seed": 3, "step": 2}  # layer 1 leaks and layer 2 does not
+PENALTY_SCALE = 0.02
 
-# name -> (kind, length, window, document mask): slices shorter than the window, lengths that are no multiple of a slice
+# name -> (kind, length, window, document mask, norm of q and k): slices shorter than the window, lengths that are no
+# multiple of a slice
 SEQUENCES = {
     "dense": ("dense", 200, 20, False),
     "dense_documents": ("dense", 200, 20, True),
@@ -39,13 +45,18 @@ SEQUENCES = {
     "freesolo_l": ("freesolo_l", 200, 20, False),
     "freesolo_l_ragged": ("freesolo_l", 137, 90, False),
     "freesolo_l_short_slices": ("freesolo_l", 60, 20, False),
+    "l2a": ("l2a", 200, 20, False, True),
+    "l2a_documents": ("l2a", 137, 90, True),
+    "l2a_shared": ("l2a_shared", 137, 90, False),
+    "l2a_freesolo": ("l2a_freesolo", 200, 20, False),
+    "context_free_window_0": ("context_free", 137, 0, False),
 }
 
 
-def config(kind: str, length: int, window: int, document_mask: bool) -> ModelConfig:
+def config(kind: str, length: int, window: int, document_mask: bool, qk_norm: bool = False) -> ModelConfig:
     """The model of a case."""
     attention = replace(MODEL.attention, kind=kind, window=window, document_mask=document_mask)
-    return replace(MODEL, seq_length=length, attention=attention)
+    return replace(MODEL, seq_length=length, qk_norm=qk_norm, attention=attention)
 
 
 def batch(length: int) -> dict[str, torch.Tensor]:
@@ -74,6 +85,8 @@ def build(model: ModelConfig, layout: Layout, *, recompute: bool = False) -> Lan
             whole = torch.rand(parameter.numel() * (layout.tensor if is_cut(parameter) else 1), generator=generator)
             part = whole.chunk(layout.tensor)[layout.tensor_rank] if is_cut(parameter) else whole
             parameter.data.add_(part.double() * 0.3)
+        if name.endswith("router.weight"):  # starts at zero, with every gate open
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
     return built.train()
 
 
@@ -89,7 +102,10 @@ def loss_and_grads(model: LanguageModel, case: ModelConfig, layout: Layout, meas
         for name, x in batch(case.seq_length).items()
     }
     start = layout.context_rank * parts["tokens"].shape[1]
-    context = slice_context(case, parts["doc_starts"], start=start, length=case.seq_length, measure=True)
+    context = slice_context(case, parts["doc_starts"], start=start, length=case.seq_length, measure=True, **DRAWS)
+    context.penalty_scale = PENALTY_SCALE
+    gates = torch.zeros(MODEL.num_layers, 2, case.seq_length, dtype=torch.float64)
+    watch_gates(model, gates, start)
     loss = model(parts["tokens"], context, parts["labels"], parts["weights"], loss_chunk=33)
     loss.backward()
     for name, by_layer in context.measured.items():
@@ -98,9 +114,27 @@ def loss_and_grads(model: LanguageModel, case: ModelConfig, layout: Layout, meas
             total, count = world_sum(value).tolist()
             measured[name][layer] = total / count
     found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    if case.attention.kind in L2A_KINDS:
+        found["gates"] = gates
+        found["penalty"] = sum(context.penalties.values(), torch.zeros((), dtype=torch.float64))
     for value in found.values():
         dist.all_reduce(value, group=layout.context_group)
     return {name: whole(value, model, name, layout) for name, value in found.items()}
+
+
+def watch_gates(model: LanguageModel, gates: torch.Tensor, start: int) -> None:
+    """Write what every layer's gates decide for this slice into gates [layers, B, T of the sequence]."""
+
+    def note(layer: int):
+        def hook(_module, _inputs, decided):
+            real = gates[layer, :, start : start + decided.is_open.shape[0]]
+            real.copy_(decided.is_open.t()[:, : real.shape[1]])
+
+        return hook
+
+    for number, layer in enumerate(model.decoder.layers):
+        if hasattr(layer, "router"):
+            layer.router.register_forward_hook(note(number))
 
 
 def world_sum(value: torch.Tensor) -> torch.Tensor:
@@ -161,7 +195,7 @@ def main(result: str) -> None:
             found[f"{name} tp{tensor} cp{context} measured"] = [measured, want[name][1]]
             found[f"{name} tp{tensor} cp{context} bytes"] = dict(ledger)
         if (tensor, context) == (1, 2):
-            for kind in ("swa", "freesolo", "freesolo_l"):
+            for kind in ("swa", "freesolo", "freesolo_l", "l2a"):
                 recomputation(kind, layout, found)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))

@@ -2,8 +2,10 @@
 
 import pytest
 
+from megatron_ext.router import leak_draw
+from recipes.schema import L2A_KINDS
 from tests.distributed import run_ranks
-from tests.megatron_ext.parity_program import MODEL, SEQUENCES, config
+from tests.megatron_ext.parity_program import DRAWS, MODEL, SEQUENCES, config
 
 LAYOUTS = ("tp1 cp2", "tp1 cp4", "tp2 cp1", "tp2 cp2")
 
@@ -20,7 +22,7 @@ def test_equals_one_rank(found, case, layout):
     assert found[f"{case} {layout}"] < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["swa", "freesolo", "freesolo_l"])
+@pytest.mark.parametrize("kind", ["swa", "freesolo", "freesolo_l", "l2a"])
 def test_recomputation_gives_the_same_bits(found, kind):
     assert found[f"{kind} recompute equal"]
 
@@ -30,6 +32,30 @@ def test_measured_figures_do_not_depend_on_the_layout(found, layout):
     got, want = found[f"freesolo_l {layout} measured"]
     assert got["retained_fraction"] == pytest.approx(want["retained_fraction"], rel=1e-12)
     assert all(0 < value < 1 for value in want["retained_fraction"].values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", [name for name, shape in SEQUENCES.items() if shape[0] in L2A_KINDS])
+def test_gates_are_measured_alike(found, case, layout):
+    got, want = found[f"{case} {layout} measured"]
+    for figure in want:
+        assert got[figure] == pytest.approx(want[figure], rel=1e-12)
+    assert all(0.1 < share < 0.9 for share in want["open_fraction"].values())
+    assert ("router_norm" in want) == ("context_free" not in case)
+
+
+def test_one_layer_leaks_and_one_does_not():
+    assert [leak_draw(MODEL.attention.leak_probability, layer=layer, **DRAWS) for layer in (1, 2)] == [True, False]
+
+
+def test_keys_travel_unexpanded(found):
+    """Forward: k and v of the kv heads, once; backward: their gradients. Queries: rows there and back, and positions."""
+    batch, layers, heads, kv_heads, head_dim = 2, 2, MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim
+    slice_length = 112  # 200 in two slices of whole blocks of 16
+    keys = 2 * batch * slice_length * kv_heads * head_dim * 8
+    rows = batch * slice_length // 2 * heads * head_dim * 8
+    positions = batch * slice_length // 2 * 8
+    assert found["dense tp1 cp2 bytes"] == {"keys": layers * 2 * keys, "queries": layers * (4 * rows + positions)}
 
 
 def test_window_traffic_does_not_grow_with_the_sequence(found):

@@ -124,12 +124,18 @@ def test_document_mask_is_taken(kind):
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("kind", ONE_LOOK)
-def test_only_the_core_attention_differs_from_stock(kind, qk_norm):
+def test_only_the_core_attention_and_the_norm_of_heads_differ_from_stock(kind, qk_norm):
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
     ours = layer_spec(kind, qk_norm=qk_norm)
     assert ours != stock
     attention = ours.submodules.self_attention
-    put_back = replace(attention.submodules, core_attention=stock.submodules.self_attention.submodules.core_attention)
+    theirs = stock.submodules.self_attention.submodules
+    put_back = replace(
+        attention.submodules,
+        core_attention=theirs.core_attention,
+        q_layernorm=theirs.q_layernorm,
+        k_layernorm=theirs.k_layernorm,
+    )
     attention = replace(attention, submodules=put_back)
     assert replace(ours, submodules=replace(ours.submodules, self_attention=attention)) == stock
 
