@@ -15,9 +15,10 @@ import triton
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
+from launch.train import optimizer_settings
 from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
-from megatron_ext.engine import ModelInput, OptimizerSettings, TrainEngine
+from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import build_model, slice_context
 from recipes.schema import Recipe
 
@@ -93,15 +94,16 @@ def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
     train, dtype = recipe.train, torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, dtype=dtype, recompute=train.recompute, fused=True)
-    settings = OptimizerSettings(
-        steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps, clip=train.clip,
-        freeze=train.freeze,
-    )  # fmt: skip
     return TrainEngine(
-        model, layout, settings, zero_stage=recipe.parallel.zero_stage, dtype=dtype, micro_batch=micro_batch,
-        accumulation=1, loss_chunk=train.loss_chunk,
-    )  # fmt: skip
+        model,
+        layout,
+        optimizer_settings(recipe),
+        zero_stage=recipe.parallel.zero_stage,
+        dtype=dtype,
+        micro_batch=micro_batch,
+        accumulation=1,
+        loss_chunk=train.loss_chunk,
+    )
 
 
 def _random_batch(recipe: Recipe, layout: Layout, micro_batch: int) -> ModelInput:

@@ -5,12 +5,15 @@ import math
 import resource
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from launch.run_directory import read_metrics
 from megatron_ext.model import head_dim
 from recipes.schema import L2A_KINDS, ModelConfig
 
@@ -69,6 +72,20 @@ def _short(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
+def gate_picture(gates: list[tuple[int, list[float]]]) -> Figure:
+    """The open fraction of every layer (rows) over the logged steps (columns), as brightness from 0 to 1."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    steps, by_step = zip(*gates, strict=True)
+    edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
+    layers = [number + 0.5 for number in range(len(by_step[0]) + 1)]
+    image = axes.pcolormesh(edges, layers, list(zip(*by_step, strict=True)), vmin=0, vmax=1)
+    axes.set(xlabel="step", ylabel="layer", title="Share of queries that look back")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image)
+    return figure
+
+
 class MetricsWriter:
     """Writes one JSON object a step, TensorBoard scalars every `log_interval` steps, and the progress line."""
 
@@ -80,6 +97,8 @@ class MetricsWriter:
             mininterval=0.5 if sys.stderr.isatty() else 20.0,
         )  # fmt: skip
         self._log_interval, self._last = log_interval, time.perf_counter()
+        self._gates = [(one["step"], one["open_fraction"]) for one in read_metrics(metrics) if "open_fraction" in one]
+        self._drawn = 0  # step of the last picture
 
     def elapsed(self) -> float:
         """Seconds since the last call."""
@@ -96,6 +115,10 @@ class MetricsWriter:
             for name, value in record.items():
                 if name != "step" and value is not None:
                     self._scalar(name, value, record["step"])
+        if "open_fraction" in record:
+            self._gates.append((record["step"], record["open_fraction"]))
+        if "heldout_loss" in record:
+            self._draw_gates()
         self._bar.set_postfix_str(f"loss {_short(record['loss'])} lr {record['lr']:.2e}", refresh=False)
         self._bar.update()
 
@@ -106,12 +129,19 @@ class MetricsWriter:
         else:
             self._board.add_scalar(name, value, step)
 
+    def _draw_gates(self) -> None:
+        """Picture of the open fraction, layer x step: one in TensorBoard, that of the last step so far."""
+        if self._gates and self._gates[-1][0] != self._drawn:
+            self._drawn = self._gates[-1][0]
+            self._board.add_figure("open_fraction", gate_picture(self._gates), self._gates[-1][0])
+
     def say(self, sentence: str) -> None:
         """Print above the progress line."""
         self._bar.write(sentence, file=sys.stderr)
 
     def close(self) -> None:
-        """Flush everything."""
+        """Draw the gates, flush everything."""
+        self._draw_gates()
         self._bar.close()
         self._board.close()
         self._file.close()

@@ -20,15 +20,15 @@ from megatron_ext import checkpoint
 from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import init_layout
 from megatron_ext.context_parallel.sequence import own_slice
-from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine
+from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
 from megatron_ext.model import build_model, slice_context
 from recipes.load import accumulation_steps, check_world
-from recipes.schema import ModelConfig, Recipe
+from recipes.schema import L2A_KINDS, ModelConfig, Recipe, TrainConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # what may differ between a checkpoint and the run that continues it
 NOT_THE_MODEL = ("init_from", "init_std")
-NOT_THE_ATTENTION = ("backend", "alpha_init")
+NOT_THE_ATTENTION = ("backend", "alpha_init", "leak_probability")
 
 
 class TrainingError(RuntimeError):
@@ -49,6 +49,26 @@ def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:
     """fp32 or bf16; `auto` is bf16 on a GPU."""
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if bf16 else torch.float32
+
+
+def penalty_settings(train: TrainConfig) -> PenaltySettings:
+    """The penalty of open gates, with what the recipe leaves to the schedule filled in."""
+    start = train.warmup_steps if train.gate_penalty_start is None else train.gate_penalty_start
+    ramp = train.steps - start if train.gate_penalty_ramp is None else train.gate_penalty_ramp
+    return PenaltySettings(
+        weight=train.gate_penalty, start=start, ramp=ramp, per_token=train.gate_penalty_per == "token"
+    )
+
+
+def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
+    """What the train section says of the optimization."""
+    train = recipe.train
+    return OptimizerSettings(
+        steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps, clip=train.clip,
+        train_only=train.train_only, freeze=train.freeze,
+        penalty=penalty_settings(train) if recipe.model.attention.kind in L2A_KINDS else None,
+    )  # fmt: skip
 
 
 class Trainer:
@@ -81,6 +101,7 @@ class Trainer:
             self.loader.load_state_dict(client["data"])
             dist.barrier()  # a rank that is done at once must not take away what another still attaches to
         self.skipped = 0
+        self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
         self.stop_signal: int | None = None
 
     # setting up
@@ -106,15 +127,10 @@ class Trainer:
         if recipe.model.init_from and facts is None:
             checkpoint.load_weights(model, checkpoint.find(recipe.model.init_from))
         train = recipe.train
-        settings = OptimizerSettings(
-            steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
-            weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps,
-            clip=train.clip, freeze=train.freeze,
-        )  # fmt: skip
         return TrainEngine(
             model,
             layout,
-            settings,
+            optimizer_settings(recipe),
             zero_stage=recipe.parallel.zero_stage,
             dtype=dtype,
             micro_batch=train.micro_batch,
@@ -159,8 +175,8 @@ class Trainer:
 
     # one step
 
-    def model_input(self, batch: MicroBatch, *, measure: bool = False) -> ModelInput:
-        """This rank's slice of a micro-batch, on its device."""
+    def model_input(self, batch: MicroBatch, *, measure: bool = False, step: int = 0) -> ModelInput:
+        """This rank's slice of a micro-batch, on its device; `step` is what its layers' draws depend on."""
         layout, model = self.layout, self.recipe.model
 
         def own(x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +186,15 @@ class Trainer:
 
         tokens, doc_starts = own(batch.tokens), own(batch.doc_starts)
         start = layout.context_rank * tokens.shape[1]
-        context = slice_context(model, doc_starts, start=start, length=model.seq_length, measure=measure)
+        context = slice_context(
+            model,
+            doc_starts,
+            start=start,
+            length=model.seq_length,
+            measure=measure,
+            seed=self.recipe.seed,
+            step=step,
+        )
         return ModelInput(tokens, own(batch.labels), own(batch.weights), context)
 
     def train_step(self) -> dict:
@@ -178,7 +202,7 @@ class Trainer:
         began = time.perf_counter()
         batches = [next(self.loader) for _ in range(self.accumulation)]
         measure = (self.step + 1) % self.recipe.train.log_interval == 0
-        inputs = [self.model_input(batch, measure=measure) for batch in batches]
+        inputs = [self.model_input(batch, measure=measure, step=self.step) for batch in batches]
         result = self.engine.train_step(inputs)
         if not result.applied:
             self._not_finite(result, batches, inputs)
@@ -191,18 +215,22 @@ class Trainer:
         recipe, layout = self.recipe, self.layout
         speed = recipe.train.tokens_per_step / seconds
         peak = peak_flops(layout.device)
+        measured = self._measured(inputs)
+        if "open_fraction" in measured:
+            self.open_fraction = sum(measured["open_fraction"]) / len(measured["open_fraction"])
+        flops = flops_per_token(recipe.model, self.open_fraction)
         record = {
             "step": self.step,
             "loss": result.loss,
-            "aux": 0.0,
+            "aux": result.aux,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": self.tokens,
             "tokens_per_second": round(speed, 1),
-            "mfu": round(flops_per_token(recipe.model) * speed / layout.world / peak, 4) if peak else None,
+            "mfu": round(flops * speed / layout.world / peak, 4) if peak else None,
             "memory_gib": round(memory_gib(layout.device), 3),
         }
-        return record | self._measured(inputs)
+        return record | measured
 
     def _measured(self, inputs: list[ModelInput]) -> dict[str, list[float]]:
         """Each figure of the attention per layer, the mean over micro-batches and ranks."""

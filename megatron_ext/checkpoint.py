@@ -230,7 +230,8 @@ def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
 def load_weights(model: LanguageModel, checkpoint: Path) -> None:
     """Fill a model (not sharded yet; this tensor-parallel rank's part of it) with the weights of any checkpoint.
 
-    Parameters that the checkpoint's kind of attention lacks (alpha, gain) keep their start values.
+    What the checkpoint's kind of attention lacks keeps its start value (alpha, gain, the router), and L2A's second
+    attention and its norm start as copies of the first.
 
     Raises:
         CheckpointError: other constants, or weights that do not fit.
@@ -241,6 +242,9 @@ def load_weights(model: LanguageModel, checkpoint: Path) -> None:
         if own is None:
             continue
         saved = state.get(name)
+        if saved is None:
+            first = name.replace(".global_attention.", ".self_attention.")
+            saved = state.get(first.replace(".global_layernorm.", ".input_layernorm."))
         saved = None if saved is None else cut(name, saved, **ranks)
         _check_fit(checkpoint, name, own, saved)
         if saved is not None:
@@ -258,7 +262,8 @@ def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
 
 def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None) -> None:
     if saved is None:
-        if name.endswith(tuple(f".core_attention.{part}" for part in ("alpha", "gain", "sigma", "lam"))):
+        own_kind = tuple(f".core_attention.{part}" for part in ("alpha", "gain", "sigma", "lam"))
+        if name.endswith((*own_kind, ".router.weight")):
             return
         raise CheckpointError(f"{checkpoint} is of another model: it has no {name}; check the model section")
     if saved.shape != own.shape:

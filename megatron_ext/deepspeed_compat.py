@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,13 +69,20 @@ def avoid_compiler_on_cpu() -> None:
 def prepare_for_checkpoints(model: nn.Module) -> None:
     """Make the model's state convertible to a universal checkpoint.
 
-    The converter asks for a version mark, and calls `.float()` on every entry of the state dict, where megatron-core
-    leaves `_extra_state: None`.
+    The converter asks for a version mark, fails when a pattern fits no trained parameter, and calls `.float()` on every
+    entry of the state dict, where megatron-core leaves `_extra_state: None`.
     """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def that_fit(*patterns: str) -> list[str]:
+        return [pattern for pattern in patterns if any(re.match(pattern, name) for name in trained)]
+
     model.universal_checkpoint_info = {
         "universal_checkpoint_version": 0.2,
-        "tp_replicated_parameter_patterns": [r".*layernorm\.weight$", r".*core_attention\.gain$"],
-        "parameter_with_row_parallelism_patterns": [r".*linear_proj\.weight$", r".*linear_fc2\.weight$"],
+        "tp_replicated_parameter_patterns": that_fit(
+            r".*layernorm\.weight$", r".*core_attention\.gain$", r".*router\.weight$"
+        ),
+        "parameter_with_row_parallelism_patterns": that_fit(r".*linear_proj\.weight$", r".*linear_fc2\.weight$"),
     }
     model.register_state_dict_post_hook(_drop_none_extra_state)
 

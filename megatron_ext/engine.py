@@ -1,12 +1,13 @@
 """One optimizer step over ZeRO-sharded state, with a loss that is the mean over all tokens of all ranks.
 
-DeepSpeed averages gradients over data x context ranks and divides by the accumulation steps; a loss of
-sum(w * nll) / (sum of w over every rank and micro-batch) therefore enters multiplied by both.
+DeepSpeed averages gradients over data x context ranks and divides the loss by the accumulation steps; a loss of
+sum(w * nll) / (sum of w over every rank and micro-batch) therefore enters multiplied by both. The penalty of L2A's
+gates enters inside the layers, past that division, so it is multiplied by the ranks only.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +37,23 @@ class StepResult:
     loss: float  # sum w*nll / sum w over all ranks and micro-batches
     grad_norm: float  # before clipping
     lr: float
+    aux: float  # the penalty of open gates, as it entered the loss; not part of `loss`
     applied: bool  # False: loss or gradient was not finite and the weights are unchanged
 
 
 @dataclass(frozen=True)
+class PenaltySettings:
+    """lambda * mean over sequences of [mean over layers of the sum over tokens of p^2], p from the gates of L2A."""
+
+    weight: float  # lambda, once it has grown
+    start: int  # steps without penalty
+    ramp: int  # steps from there on over which it grows linearly
+    per_token: bool  # True: the mean over a sequence's tokens in place of their sum
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW, warm-up then cosine, clipping."""
+    """AdamW, warm-up then cosine, clipping; which parameters train."""
 
     steps: int
     lr: float
@@ -52,7 +64,14 @@ class OptimizerSettings:
     beta2: float
     eps: float
     clip: float
+    train_only: list[str]
     freeze: list[str]
+    penalty: PenaltySettings | None = None
+
+
+def penalty_at(step: int, settings: PenaltySettings) -> float:
+    """lambda of step `step` (the first is 0): 0 for `start` steps, then up to `weight` in `ramp` equal stairs."""
+    return settings.weight * min(1.0, max(0, step + 1 - settings.start) / max(1, settings.ramp))
 
 
 def lr_at(step: int, settings: OptimizerSettings) -> float:
@@ -64,21 +83,26 @@ def lr_at(step: int, settings: OptimizerSettings) -> float:
     return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * part))
 
 
-def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[str]:
-    """Switch off the gradient of every parameter whose name matches one of the regular expressions.
+def freeze_parameters(model: nn.Module, patterns: list[str], train_only: Sequence[str] = ()) -> list[str]:
+    """Switch off the gradient of every parameter whose name matches one of the regular expressions `patterns`.
 
-    Returns the names that matched.
+    With `train_only`, also of every parameter whose name matches none of those. Returns the names that do not train.
 
     Raises:
         ValueError: a pattern that matches nothing, or nothing left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise ValueError(f"train.freeze pattern {pattern!r} matches no parameter; one of them is {names[0]!r}")
-    frozen = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    for key, given in (("freeze", patterns), ("train_only", train_only)):
+        for pattern in given:
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(f"train.{key} pattern {pattern!r} matches no parameter; one of them is {names[0]!r}")
+
+    def matches(name: str, expressions: Sequence[str]) -> bool:
+        return any(re.search(expression, name) for expression in expressions)
+
+    frozen = [n for n in names if matches(n, patterns) or (train_only and not matches(n, train_only))]
     if len(frozen) == len(names):
-        raise ValueError(f"train.freeze {patterns} freezes every parameter; nothing is left to train")
+        raise ValueError(f"train.freeze {patterns} freezes every parameter that trains; nothing is left to train")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return frozen
@@ -119,7 +143,7 @@ class TrainEngine:
     ):
         self.layout, self.settings, self.zero_stage = layout, settings, zero_stage
         self.accumulation, self.loss_chunk = accumulation, loss_chunk
-        freeze_parameters(model, settings.freeze)
+        freeze_parameters(model, settings.freeze, settings.train_only)
         model.to(layout.device)
         optimizer, scheduler = _optimizer(model, settings, layout.device)
         config = deepspeed_compat.ds_config(
@@ -134,8 +158,8 @@ class TrainEngine:
         deepspeed_compat.register_output_weight(model, zero_stage)
         self.model = model
 
-    def _total(self, value: torch.Tensor) -> float:
-        return all_reduce(value, self.layout.data_context_group, "loss").item()
+    def _totals(self, *values: torch.Tensor) -> list[float]:
+        return all_reduce(torch.stack(values), self.layout.data_context_group, "loss").tolist()
 
     def _loss(self, batch: ModelInput, forward: Callable) -> torch.Tensor:
         return forward(batch.tokens, batch.context, batch.labels, batch.weights, loss_chunk=self.loss_chunk)
@@ -144,20 +168,42 @@ class TrainEngine:
         """Forward, backward and update over `accumulation` micro-batches."""
         assert len(batches) == self.accumulation
         self.deepspeed.train()
-        lr = lr_at(self.deepspeed.global_steps - self.deepspeed.skipped_steps, self.settings)
-        weight_sum = self._total(sum(batch.weights.double().sum() for batch in batches))
+        step = self.deepspeed.global_steps - self.deepspeed.skipped_steps
+        lr = lr_at(step, self.settings)
+        (weight_sum,) = self._totals(sum(batch.weights.double().sum() for batch in batches))
+        penalty_weight = self._weigh_penalty(batches, step)
         ranks = group_size(self.layout.data_context_group)
         scale = ranks * self.accumulation / max(weight_sum, 1e-12)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        loss_sum, penalty_sum = torch.zeros(2, dtype=torch.float64, device=self.layout.device)
         for number, batch in enumerate(batches, start=1):
             loss = self._loss(batch, self.deepspeed)
             loss_sum += loss.detach().double()
+            penalty_sum += sum(batch.context.penalties.values())
             self.deepspeed.backward(loss * scale)
             if number < self.accumulation:
                 self.deepspeed.step()
-        mean_loss = self._total(loss_sum) / max(weight_sum, 1e-12)
+        loss_sum, penalty_sum = self._totals(loss_sum, penalty_sum)
+        mean_loss = loss_sum / max(weight_sum, 1e-12)
         grad_norm, applied = self._update()
-        return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr, applied=applied and math.isfinite(mean_loss))
+        return StepResult(
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            aux=penalty_weight * penalty_sum,
+            applied=applied and math.isfinite(mean_loss),
+        )
+
+    def _weigh_penalty(self, batches: list[ModelInput], step: int) -> float:
+        """Tell the layers the weight that each sum of p^2 has in this step's loss; returns it."""
+        penalty = self.settings.penalty
+        if penalty is None:
+            return 0.0
+        sequences = sum(batch.tokens.shape[0] for batch in batches) * self.layout.data
+        tokens = batches[0].context.length if penalty.per_token else 1
+        weight = penalty_at(step, penalty) / (sequences * self.model.config.num_layers * tokens)
+        for batch in batches:
+            batch.context.penalty_scale = weight * group_size(self.layout.data_context_group)
+        return weight
 
     def _update(self) -> tuple[float, bool]:
         """Clip and apply. A non-finite gradient leaves the weights as they are: ZeRO sees to it, stage 0 we do."""

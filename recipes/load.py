@@ -12,6 +12,7 @@ from recipes.schema import (
     BAD_DOCUMENT_POLICIES,
     DEVICES,
     L2A_KINDS,
+    PENALTY_NORMS,
     PRECISIONS,
     DataConfig,
     ModelConfig,
@@ -142,6 +143,7 @@ def _check_choices(recipe: Recipe) -> None:
     choices = (
         ("model.attention.kind", recipe.model.attention.kind, ATTENTION_KINDS),
         ("model.attention.backend", recipe.model.attention.backend, BACKENDS),
+        ("train.gate_penalty_per", recipe.train.gate_penalty_per, PENALTY_NORMS),
         ("train.precision", recipe.train.precision, PRECISIONS),
         ("train.device", recipe.train.device, DEVICES),
         ("data.bad_documents", recipe.data.bad_documents, BAD_DOCUMENT_POLICIES),
@@ -171,16 +173,22 @@ def _check_positive(recipe: Recipe) -> None:
     zero_or_more = {
         "model.attention": "window",
         "data": "num_workers",
-        "train": "warmup_steps clip eval_sequences eval_interval skip_nonfinite min_lr weight_decay",
+        "train": "warmup_steps clip eval_sequences eval_interval skip_nonfinite min_lr weight_decay gate_penalty "
+        "gate_penalty_start gate_penalty_ramp",
         "checkpoint": "interval",
     }
     for section, keys in zero_or_more.items():
         for key in keys.split():
             value = OmegaConf.select(OmegaConf.structured(recipe), f"{section}.{key}")
-            if value < 0:
+            if value is not None and value < 0:
                 _refuse(f"{section}.{key}", value, "must be 0 or more")
     if recipe.model.attention.sigma <= 0:
         _refuse("model.attention.sigma", recipe.model.attention.sigma, "must be above 0")
+    if recipe.model.attention.gate_temperature <= 0:
+        _refuse("model.attention.gate_temperature", recipe.model.attention.gate_temperature, "must be above 0")
+    for key in ("gate_threshold", "leak_probability", "open_probability"):
+        if not 0 <= getattr(recipe.model.attention, key) <= 1:
+            _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must lie in [0, 1]")
     if recipe.parallel.timeout_seconds <= 0 or recipe.data.timeout_seconds <= 0:
         _refuse("parallel.timeout_seconds or data.timeout_seconds", 0, "must be above 0")
     if not 0 <= recipe.data.heldout_fraction < 1:
@@ -206,7 +214,7 @@ def _check_model(recipe: Recipe) -> None:
             attention.query_block,
             f"is not a multiple of cell_size {attention.cell_size}",
         )
-    if attention.kind.startswith("freesolo") and model.seq_length < attention.query_block:
+    if attention.kind in ("freesolo", "freesolo_l", "l2a_freesolo") and model.seq_length < attention.query_block:
         _refuse(
             "model.seq_length",
             model.seq_length,

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from recipes.schema import ATTENTION_KINDS, L2A_KINDS
 from tests.distributed import ROOT, free_port, rank_environment, run_ranks
 from tests.launch.train_program import RECIPE
 
 KINDS = ("dense", "swa", "freesolo", "freesolo_l")
+# (kind, ZeRO stage, context ranks), and a penalty so strong that the loss shows its gradient in a few steps
+L2A_LAYOUTS = [("l2a", 1, 1), *[("l2a", stage, 2) for stage in range(4)], ("l2a_shared", 1, 2), ("l2a_freesolo", 1, 2),
+               ("context_free", 1, 2)]  # fmt: skip
+PENALTY = ("train.gate_penalty=0.05", "train.gate_penalty_per=token", "model.attention.gate_temperature=1",
+           "train.steps=12", "train.lr=3e-3")  # fmt: skip
 STAGES = (0, 1, 2, 3)
 STOP = 7
+LOOKS_ONLY = "train.train_only=['attention','layernorm','router']"
 FROZEN = r"train.freeze=['mlp\.linear_fc1']"
 
 
@@ -37,7 +44,8 @@ def run_jobs(folder: Path, world: int, jobs: list[dict]) -> dict:
 
 def settings(kind: str, stage: int, context: int) -> list[str]:
     """Overrides for a kind and a layout."""
-    return [f"model.attention.kind={kind}", f"parallel.zero_stage={stage}", f"parallel.context={context}"]
+    layout = [f"parallel.zero_stage={stage}", f"parallel.context={context}"]
+    return [f"model.attention.kind={kind}", *layout, *(PENALTY if kind in L2A_KINDS else [])]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +56,31 @@ def runs(tmp_path_factory, shards) -> dict:
         job(folder, shards, f"{kind} z{stage} cp{context}", *settings(kind, stage, context))
         for context, kind, stage in itertools.product((1, 2), KINDS, STAGES)
     ]
+    for kind, stage, context in L2A_LAYOUTS:
+        two.append(job(folder, shards, f"{kind} z{stage} cp{context}", *settings(kind, stage, context)))
     for stage in STAGES:
         layout = settings("freesolo_l", stage, 2)
         two.append(job(folder, shards, f"stopped z{stage}", *layout, FROZEN, stop_at=STOP))
         two.append(job(folder, shards, f"whole z{stage}", *layout, FROZEN))
         copy = str(folder / f"stopped_z{stage}")
         two.append(job(folder, shards, f"resumed z{stage}", *layout, FROZEN, copy_from=copy))
+    layout = (*settings("l2a", 1, 2), LOOKS_ONLY)
+    two.append(job(folder, shards, "l2a stopped", *layout, stop_at=STOP))
+    two.append(job(folder, shards, "l2a whole", *layout))
+    two.append(job(folder, shards, "l2a resumed", *layout, copy_from=str(folder / "l2a_stopped")))
     found = run_jobs(folder, 2, two)
-    one = [job(folder, shards, f"{kind} alone", *settings(kind, 1, 1)) for kind in KINDS]
+    one = [job(folder, shards, f"{kind} alone", *settings(kind, 1, 1)) for kind in ATTENTION_KINDS]
+    one.append(job(folder, shards, "l2a micro 1", *settings("l2a", 1, 1), "train.micro_batch=1"))
+    one.append(job(folder, shards, "l2a recomputed", *settings("l2a", 1, 1), "train.recompute=true"))
+    one.append(job(folder, shards, "l2a free", *settings("l2a", 1, 1), "train.gate_penalty=0"))
     one.append(job(folder, shards, "micro 1", *settings("freesolo", 1, 1), "train.micro_batch=1"))
     one.append(job(folder, shards, "micro 8", *settings("freesolo", 1, 1), "train.micro_batch=8"))
     one.append(job(folder, shards, "recomputed", *settings("freesolo_l", 1, 1), "train.recompute=true"))
     for stage in STAGES:
         copy = str(folder / f"stopped_z{stage}")
         one.append(job(folder, shards, f"smaller z{stage}", *settings("freesolo_l", stage, 1), FROZEN, copy_from=copy))
+    copy = str(folder / "l2a_stopped")
+    one.append(job(folder, shards, "l2a smaller", *settings("l2a", 1, 1), LOOKS_ONLY, copy_from=copy))
     return found | run_jobs(folder, 1, one) | {"folder": folder}
 
 
@@ -72,6 +91,33 @@ def test_losses_do_not_depend_on_the_layout(runs, context, kind, stage):
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
     assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
     assert got["heldout"] == pytest.approx(want["heldout"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "stage", "context"), L2A_LAYOUTS)
+def test_l2a_does_not_depend_on_the_layout(runs, kind, stage, context):
+    got, want = runs[f"{kind} z{stage} cp{context}"], runs[f"{kind} alone"]
+    for figure in ("losses", "aux"):
+        assert got[figure] == pytest.approx(want[figure], rel=1e-5)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
+    assert got["open"] == want["open"]
+
+
+def test_penalty_does_not_depend_on_micro_batches(runs):
+    for figure in ("losses", "aux"):
+        assert runs["l2a micro 1"][figure] == pytest.approx(runs["l2a alone"][figure], rel=1e-5)
+    assert runs["l2a recomputed"]["losses"] == runs["l2a alone"]["losses"]
+    assert runs["l2a recomputed"]["aux"] == runs["l2a alone"]["aux"]
+
+
+def test_penalty_grows_from_the_warm_up_and_closes_gates(runs):
+    """3 warm-up steps of 12. At the start every p is 0.5, so the penalty is a quarter of lambda."""
+    run, free = runs["l2a alone"], runs["l2a free"]
+    assert run["aux"][:3] == [0, 0, 0]
+    assert 0.05 / 9 * 0.1 < run["aux"][3] < 0.05 / 9 * 0.5
+    assert free["aux"] == [0] * 12
+    assert run["losses"][:4] == free["losses"][:4] and run["losses"][6] != free["losses"][6]
+    assert sum(run["open"][-1]) < sum(free["open"][-1])
+    assert all(0 <= share <= 1 for shares in run["open"] for share in shares)
 
 
 def test_micro_batches_are_not_averaged_one_by_one(runs):
@@ -91,6 +137,14 @@ def test_resumed_run_is_bit_equal(runs, stage):
     assert resumed["steps"] == list(range(1, 21))
     assert resumed["losses"] == whole["losses"] and resumed["norms"] == whole["norms"]
     assert resumed["heldout"] == whole["heldout"]
+
+
+def test_l2a_with_frozen_mlp_resumes_on_as_many_and_on_fewer_ranks(runs):
+    whole, resumed, smaller = runs["l2a whole"], runs["l2a resumed"], runs["l2a smaller"]
+    assert runs["l2a stopped"]["steps"] == list(range(1, STOP + 1))
+    assert (resumed["losses"], resumed["aux"], resumed["open"]) == (whole["losses"], whole["aux"], whole["open"])
+    assert smaller["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert smaller["aux"] == pytest.approx(whole["aux"], rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)

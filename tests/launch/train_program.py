@@ -36,7 +36,7 @@ ORIGINAL: dict = {}
 
 
 def run_job(job: dict, rank: int) -> dict:
-    """Train one job; {"losses", "norms", "heldout", "steps"} from its metrics, or {"error"}."""
+    """Train one job; {"losses", "norms", "aux", "open", "heldout", "steps"} from its metrics, or {"error"}."""
     import torch.distributed as dist
 
     from launch.run_directory import read_metrics
@@ -54,6 +54,8 @@ def run_job(job: dict, rank: int) -> dict:
     return {
         "losses": [record["loss"] for record in records],
         "norms": [record["grad_norm"] for record in records],
+        "aux": [record["aux"] for record in records],
+        "open": [record.get("open_fraction") for record in records],
         "heldout": records[-1].get("heldout_loss"),
         "steps": [record["step"] for record in records],
     }

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from megatron_ext.engine import OptimizerSettings, freeze_parameters, lr_at
+from megatron_ext.engine import OptimizerSettings, PenaltySettings, freeze_parameters, lr_at, penalty_at
 
 SETTINGS = OptimizerSettings(
     steps=101, lr=4e-4, min_lr=4e-5, warmup_steps=20, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip=1.0,
-    freeze=[],
+    train_only=[], freeze=[],
 )  # fmt: skip
 
 
@@ -98,3 +98,28 @@ def test_refusal_leaves_the_model_as_it_was(patterns):
     with pytest.raises(ValueError):
         freeze_parameters(module, patterns)
     assert len(trained(module)) == 4
+
+
+def test_only_what_matches_trains():
+    module = model()
+    assert freeze_parameters(module, [], [r"^body", r"^head"]) == ["embed.weight"]
+    assert freeze_parameters(module, [r"\.bias$"], [r"^body"]) == ["embed.weight", "body.bias", "head.weight"]
+    assert trained(module) == ["body.weight"]
+
+
+@pytest.mark.parametrize(("freeze", "train_only"), [([], ["^bod$"]), (["body"], ["body"])])
+def test_train_only_that_trains_nothing(freeze, train_only):
+    with pytest.raises(ValueError, match="matches no parameter|nothing is left to train"):
+        freeze_parameters(model(), freeze, train_only)
+
+
+def test_penalty_is_zero_in_the_warm_up_and_whole_at_the_last_step():
+    found = [penalty_at(step, PenaltySettings(weight=8.0, start=4, ramp=16, per_token=False)) for step in range(20)]
+    assert found[:4] == [0.0] * 4
+    assert found[4:] == pytest.approx([0.5 * k for k in range(1, 17)])
+
+
+def test_penalty_stays_whole_after_its_ramp():
+    settings = PenaltySettings(weight=2.0, start=0, ramp=4, per_token=False)
+    assert [penalty_at(step, settings) for step in (0, 3, 4, 100)] == [0.5, 2.0, 2.0, 2.0]
+    assert penalty_at(0, PenaltySettings(weight=2.0, start=0, ramp=0, per_token=False)) == 2.0

@@ -1,15 +1,20 @@
 """The L2A layer: values and gradients of the vectors, and what holds when gates are all open, all closed or leak."""
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_ext.attention import SequenceContext, WindowAttention
+from megatron_ext.checkpoint import load_weights
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.l2a import L2ALayer
-from megatron_ext.model import build_model, slice_context
-from recipes.schema import AttentionConfig, ModelConfig
+from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.router import Gates
+from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
 from tests.numerics import assert_close, load_vector
 
 VECTORS = ("l2a_layer", "l2a_layer_headdim", "l2a_layer_leak")
@@ -108,3 +113,171 @@ def test_vector(name):
     assert got.keys() == wanted.keys()
     for key, want in wanted.items():
         assert_close(key, got[key], want, rtol=1e-5, atol=1e-7)
+
+
+# identities
+
+
+def build(kind: str = "l2a", **attention) -> LanguageModel:
+    """A model of one layer in fp64, its router away from zero."""
+    torch.manual_seed(1)
+    config = replace(MODEL, attention=replace(MODEL.attention, kind=kind, **attention))
+    model = build_model(config).double().train()
+    layer = model.decoder.layers[0]
+    if kind != "context_free":
+        layer.router.weight.data.normal_()
+    for norm in (layer.input_layernorm, layer.global_layernorm, layer.pre_mlp_layernorm):
+        norm.weight.data.add_(torch.rand(32, dtype=torch.float64))
+    return model
+
+
+def context_of(model: LanguageModel, **draws) -> SequenceContext:
+    config = replace(MODEL, attention=replace(MODEL.attention, window=7))
+    return slice_context(config, torch.zeros(2, 60, dtype=torch.int64), start=0, length=60, **draws)
+
+
+def set_gates(model: LanguageModel, is_open: torch.Tensor) -> None:
+    """Let the router say open where `is_open` [T, B] is true, whatever it has learned."""
+
+    def decide(_module, _inputs, gates: Gates) -> Gates:
+        value = is_open.to(gates.value) + (gates.value - gates.value.detach())
+        return Gates(is_open, value, gates.probability)
+
+    model.decoder.layers[0].router.register_forward_hook(decide)
+
+
+def run_layer(layer, x: torch.Tensor, context: SequenceContext) -> torch.Tensor:
+    return layer(hidden_states=x, attention_mask=None, packed_seq_params=context)[0]
+
+
+def by_hand(layer: L2ALayer, x: torch.Tensor, context: SequenceContext, is_open: torch.Tensor) -> torch.Tensor:
+    """The layer's equations with the stock modules and dense attention for every query."""
+    h = x + layer.self_attention(layer.input_layernorm(x), attention_mask=None, packed_seq_params=context)[0]
+    attention = getattr(layer, "global_attention", layer.self_attention)
+    core = attention.core_attention
+    dense = WindowAttention(
+        layer.config, 1, window=None, backend="reference", pg_collection=layer.pg_collection
+    )  # fmt: skip
+    try:
+        attention.core_attention = dense
+        looked, _ = attention(layer.global_layernorm(h), attention_mask=None, packed_seq_params=context)
+    finally:
+        attention.core_attention = core
+    y = h + is_open[..., None] * looked
+    return y + layer.mlp(layer.pre_mlp_layernorm(y))[0]
+
+
+@pytest.mark.parametrize("kind", ["l2a", "l2a_shared", "context_free"])
+@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize("gates", ["open", "closed", "mixed"])
+def test_layer_is_the_sum_of_its_parts(kind, window, gates):
+    """All open: local plus dense attention. All closed: the local branch alone. Window 0: each token sees itself."""
+    model = build(kind, window=window)
+    layer, context, x = model.decoder.layers[0], context_of(model), torch.randn(60, 2, 32, dtype=torch.float64)
+    share = {"open": 1.0, "closed": 0.0, "mixed": 0.4}[gates]
+    is_open = torch.rand(60, 2) < share
+    set_gates(model, is_open)
+    assert_close("layer", run_layer(layer, x, context), by_hand(layer, x, context, is_open), rtol=1e-12)
+
+
+def test_closed_layer_is_the_sliding_window_layer():
+    model, plain = build(), build_model(replace(MODEL, attention=replace(MODEL.attention, kind="swa"))).double()
+    layer, stock = model.decoder.layers[0], plain.decoder.layers[0]
+    set_gates(model, torch.zeros(60, 2, dtype=torch.bool))
+    stock.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(60, 2, 32, dtype=torch.float64)
+    assert torch.equal(run_layer(layer, x, context_of(model)), run_layer(stock, x, context_of(model)))
+
+
+def global_gradients(leak: float, is_open: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of the second look's parameters."""
+    model = build(leak_probability=leak)
+    set_gates(model, is_open)
+    torch.manual_seed(2)
+    x = torch.randn(60, 2, 32, dtype=torch.float64)
+    run_layer(model.decoder.layers[0], x, context_of(model)).square().sum().backward()
+    names = ("global_attention.linear_qkv.weight", "global_attention.linear_proj.weight", "router.weight")
+    layer = dict(model.decoder.layers[0].named_parameters())
+    return {name: layer[name].grad for name in names}
+
+
+def test_closed_gates_learn_from_leaks_only():
+    """Closed, the second look passes no gradient at all; a leak gives one to the router, and to nothing else."""
+    closed = torch.zeros(60, 2, dtype=torch.bool)
+    without, leaked = global_gradients(0.0, closed), global_gradients(1.0, closed)
+    assert all((gradient == 0).all() for gradient in without.values())
+    assert (leaked["router.weight"] != 0).all()
+    assert all((gradient == 0).all() for name, gradient in leaked.items() if name != "router.weight")
+
+
+def test_leak_changes_no_output_and_only_the_gradient_of_the_router():
+    mixed = torch.rand(60, 2) < 0.5
+    without, leaked = global_gradients(0.0, mixed), global_gradients(1.0, mixed)
+    assert not torch.allclose(without["router.weight"], leaked["router.weight"], rtol=1e-3)
+    for name in ("global_attention.linear_qkv.weight", "global_attention.linear_proj.weight"):
+        assert_close(name, leaked[name], without[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+def test_nothing_leaks_outside_training(mode):
+    model = build(leak_probability=1.0)
+    layer = model.decoder.layers[0]
+    seen = []
+    layer.global_attention.core_attention.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[3]))
+    x = torch.randn(60, 2, 32, dtype=torch.float64)
+    run_layer(layer, x, context_of(model))
+    with torch.no_grad() if mode == "no_grad" else nullcontext():
+        run_layer(layer.eval() if mode == "eval" else layer, x, context_of(model))
+    assert seen[0].mask is None and seen[1].mask is not None
+
+
+def test_threshold_moves_the_gates():
+    """A trained model may be asked to look back more or less often."""
+    shares = []
+    for threshold in (0.1, 0.5, 0.9):
+        model = build(gate_threshold=threshold, gate_temperature=2.0)
+        context = context_of(model)
+        context.measure = True
+        torch.manual_seed(3)
+        run_layer(model.decoder.layers[0], torch.randn(60, 2, 32, dtype=torch.float64), context)
+        total, count = context.measured["open_fraction"][1].tolist()
+        shares.append(total / count)
+    assert 1 >= shares[0] > shares[1] > shares[2] >= 0
+
+
+@pytest.mark.parametrize("kind", L2A_KINDS)
+def test_penalty_is_a_part_of_the_loss(kind):
+    """The layer's gradient is that of loss + scale * sum of p^2."""
+    model = build(kind)
+    layer, x = model.decoder.layers[0], torch.randn(60, 2, 32, dtype=torch.float64)
+    found = []
+    for scale in (0.0, 0.3):
+        context = context_of(model)
+        context.penalty_scale = scale
+        model.zero_grad()
+        kept = []
+        hook = layer.router.register_forward_hook(lambda _module, _inputs, gates, kept=kept: kept.append(gates))
+        loss = run_layer(layer, x, context).square().sum()
+        if scale == 0 and kind != "context_free":
+            loss = loss + 0.3 * kept[0].probability.square().sum()
+        hook.remove()
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+    by_sum, by_layer = found
+    for name, want in by_sum.items():
+        assert_close(name, by_layer[name], want, rtol=1e-10, atol=1e-14)
+    assert (1 in context.penalties) == (kind != "context_free")
+
+
+def test_starts_from_a_dense_model(tmp_path):
+    """LN_g starts as a copy of LN, the global attention as a copy of the local one, every gate open."""
+    dense = build_model(replace(MODEL, attention=replace(MODEL.attention, kind="dense")))
+    model = build_model(MODEL)
+    with mock.patch("megatron_ext.checkpoint.stored_weights", lambda _path: dense.state_dict()):
+        load_weights(model, tmp_path)
+    layer, source = model.decoder.layers[0], dense.decoder.layers[0]
+    for name, value in source.self_attention.named_parameters():
+        assert torch.equal(dict(layer.self_attention.named_parameters())[name], value)
+        assert torch.equal(dict(layer.global_attention.named_parameters())[name], value)
+    assert torch.equal(layer.global_layernorm.weight, source.input_layernorm.weight)
+    assert (layer.router.weight == 0).all()

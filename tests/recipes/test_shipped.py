@@ -125,3 +125,28 @@ def test_batch_divides_over_a_few_nodes(name, ranks):
     recipe = shipped(name)
     rounds = accumulation_steps(recipe, ranks)
     assert rounds * ranks * recipe.train.micro_batch * recipe.model.seq_length == 524_288
+
+
+# recipe of the L2A paper -> parameters of the base model as its makers count them; L2A adds a second attention
+QWEN = {
+    "qwen2.5_1.5b": (1_543_714_304, 12 * 128, 2 * 128),
+    "qwen2.5_7b": (7_615_616_512, 28 * 128, 4 * 128),
+    "qwen3_8b": (8_190_735_360, 32 * 128, 8 * 128),
+}
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_qwen_recipes_have_the_size_of_the_models(name, alone):
+    dense, l2a = shipped(f"clp_{name}_128k").model, shipped(f"l2a_{name}_128k").model
+    parameters, q, kv = QWEN[name]
+    with torch.device("meta"):
+        assert sum(x.numel() for x in build_model(dense).parameters()) == parameters
+    width, norms = dense.hidden_size, 2 * 128 if dense.qk_norm else 0
+    second = 2 * width * q + 2 * width * kv + (q + 2 * kv if dense.qkv_bias else 0) + norms + 2 * width  # norm, router
+    with torch.device("meta"):
+        assert sum(x.numel() for x in build_model(l2a).parameters()) == parameters + dense.num_layers * second
+    for recipe in (shipped(f"clp_{name}_128k"), shipped(f"l2a_{name}_128k")):
+        assert recipe.model.attention.rope_base == 5e6 and recipe.model.seq_length == 131_072
+        assert recipe.train.warmup_steps == round(0.05 * recipe.train.steps)
+        billions = 16.7 if "1.5b" in name else 25.0
+        assert recipe.train.steps * recipe.train.tokens_per_step == pytest.approx(billions * 1e9, rel=1e-3)
