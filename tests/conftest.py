@@ -8,6 +8,9 @@ import torch
 
 KERNELS = str(Path(__file__).resolve().parents[1] / "kernels")
 
+with torch.device("meta"):  # torch notes here which functions obey a device: later it would note the poisoned ones
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def seed():

@@ -155,7 +155,7 @@ def test_resumes_on_fewer_ranks(runs, stage):
 
 
 def test_frozen_weights_change_the_run(runs):
-    assert runs["whole z1"]["losses"][5] != pytest.approx(runs["freesolo_l z1 cp2"]["losses"][5], rel=1e-4)
+    assert runs["whole z1"]["losses"][-1] != pytest.approx(runs["freesolo_l z1 cp2"]["losses"][-1], rel=1e-4)
 
 
 def start(run_dir: Path, shards: Path, *overrides: str, world: int = 2) -> list[subprocess.Popen]:
