@@ -30,15 +30,18 @@ class Split:
     index_hash: str  # xxh64 of index.json, which holds every shard's size and hash
 
 
-def check_split(folder: str | Path, *, verify_hashes: bool = False) -> Split:
+def check_split(folder: str | Path, *, verify_hashes: bool = False, has_shards: bool = True) -> Split:
     """Check that every shard of the index exists with its size and sample count, and by option its hash.
+
+    Args:
+        has_shards: False for a cache, whose shards come as they are read: only the index is checked.
 
     Raises:
         DataError: names the first file that is missing or damaged.
     """
     folder = Path(folder)
     shards = read_index(folder)
-    for shard in shards:
+    for shard in shards if has_shards else ():
         _check_shard(folder, shard, verify_hashes)
     columns = {name: code for s in shards for name, code in zip(s["column_names"], s["column_encodings"], strict=True)}
     return Split(
@@ -121,12 +124,18 @@ def read_manifest(shards: str | Path) -> dict[str, Any]:
 
 
 def check_manifest(
-    shards: str | Path, *, seq_length: int, vocab_size: int, expected_tokenizer: str | None = None
+    shards: str | Path,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    tokenizer: str | None = None,
+    expected_tokenizer: str | None = None,
 ) -> dict[str, Any]:
     """Check that finished shards fit a recipe and are unchanged since their manifest was written; returns it.
 
     Args:
         seq_length, vocab_size: of the model.
+        tokenizer: data.tokenizer of the recipe, if it names one.
         expected_tokenizer: hash of the tokenizer that a checkpoint was trained with, if there is one.
 
     Raises:
@@ -144,6 +153,7 @@ def check_manifest(
             f"the tokenizer of {shards} has {manifest['vocab_size']} entries but model.vocab_size is {vocab_size};"
             f" raise it to at least {manifest['vocab_size']}"
         )
+    _check_named_tokenizer(shards, manifest, tokenizer)
     if expected_tokenizer not in (None, manifest["tokenizer_hash"]):
         raise ValueError(f"{shards} was tokenized with another tokenizer than the checkpoint; prepare it with that one")
     for name, split in manifest["splits"].items():
@@ -157,3 +167,15 @@ def check_manifest(
     if not unchanged:
         raise DataError(f"{shards / 'tokenizer'} is not the one that manifest.json names; {WAY_OUT}")
     return manifest
+
+
+def _check_named_tokenizer(shards: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:
+    """Refuse shards that another tokenizer made than the one a recipe names, where that one is at hand."""
+    then = manifest.get("settings", {}).get("tokenizer_file_hash")
+    if tokenizer is None or then is None:
+        return
+    path = Path(tokenizer).expanduser()
+    inside = (path / name for name in ("tokenizer.json", "tokenizer.model"))
+    path = next((file for file in inside if file.is_file()), path)
+    if path.is_file() and file_hash(path) != then:
+        raise ValueError(f"{shards} was tokenized with another tokenizer than {path}; prepare it with that one")

@@ -10,21 +10,23 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from streaming import StreamingDataLoader, StreamingDataset
+from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.dataset import _ShardState
 
 from data_prep.batch import MicroBatch, collate
+from data_prep.cache import ShardFolder
 from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split
 from data_prep.prefetch import Prefetcher
 from data_prep.scratch import Scratch
 
+FETCHES = 5  # times a shard is fetched again that the cache's limit took away meanwhile
 READ_AHEAD = 2  # micro-batches that wait for the training step
 SHUFFLE = "py1e"  # the library's name for moving sequences within a window, so that few shards are open at a time
 
@@ -47,7 +49,10 @@ class TrainLoader:
             state = loader.state_dict()
 
     Args:
-        shards: folder written by `prepare`; the sequences are those of its subfolder `split`.
+        shards: folder written by `prepare`, or several, or as `open_shards` gave them; the sequences are those of the
+            subfolder `split` of each.
+        proportions: of the sequences of each folder, where there are several; scaled to sum to 1. None of an epoch's
+            sequences is repeated: the folder that has the fewest for its proportion decides how long an epoch is.
         global_batch: sequences of one optimizer step over all ranks.
         micro_batch: sequences of one forward on one rank.
         seed: of the shuffle.
@@ -75,11 +80,12 @@ class TrainLoader:
 
     def __init__(
         self,
-        shards: str | Path,
+        shards: str | Path | ShardFolder | Sequence[str | Path | ShardFolder],
         *,
         global_batch: int,
         micro_batch: int,
         seed: int,
+        proportions: Sequence[float] | None = None,
         split: str = "train",
         replication: int = 1,
         num_workers: int = 0,
@@ -93,13 +99,19 @@ class TrainLoader:
     ) -> None:
         self.dp_rank, self.dp_size = _ranks(replication, temp_dir)
         self.micro_batches_per_step = _micro_batches_per_step(global_batch, micro_batch, self.dp_size)
-        self._split = check_split(Path(shards).absolute() / split, verify_hashes=verify_hashes)
-        check_masks(self._split, recall_beta, switch_beta)
-        self.seq_length, self.num_sequences = self._split.seq_length, self._split.num_sequences
-        self.samples_per_epoch = _samples_per_epoch(self._split, global_batch, canonical_nodes)
+        self._folders = _folders(shards, proportions)
+        self._name = split
+        self._splits = [_check(folder, split, verify_hashes) for folder in self._folders]
+        for one in self._splits:
+            check_masks(one, recall_beta, switch_beta)
+        self.seq_length = _common_length(self._splits)
+        self.num_sequences = sum(one.num_sequences for one in self._splits)
+        self._shares = _shares(proportions, self._splits)
+        self.samples_per_epoch = _samples_per_epoch(self._splits, self._shares, global_batch, canonical_nodes)
         self._global_batch, self._timeout = global_batch, timeout_seconds
         self._fingerprint = {
-            "index_hash": self._split.index_hash,
+            "index_hash": "+".join(one.index_hash for one in self._splits),
+            "proportions": [round(share, 9) for share in self._shares],
             "seq_length": self.seq_length,
             "seed": seed,
             "global_batch": global_batch,
@@ -134,7 +146,7 @@ class TrainLoader:
         logging.getLogger("streaming.base.dataset").setLevel(logging.ERROR)
         with self._scratch.own_names():
             dataset = _Sequences(
-                local=str(self._split.folder),
+                streams=self._streams(),
                 batch_size=micro_batch,
                 epoch_size=self.samples_per_epoch,
                 shuffle=order["shuffle"] != "none",
@@ -143,12 +155,23 @@ class TrainLoader:
                 num_canonical_nodes=order["canonical_nodes"],
                 replication=replication,
             )
+        dataset.folders = self._folders
         nodes, canonical_nodes = dataset._parallel_rank_world.num_nodes, order["canonical_nodes"]
         if nodes % canonical_nodes and canonical_nodes % nodes:
             raise ValueError(f"data.canonical_nodes {canonical_nodes} and {nodes} nodes: one must divide the other")
         if dataset._unique_rank_world.is_local_leader:
             self._scratch.note_segments(dataset._shm_prefix_int)
         return dataset
+
+    def _streams(self) -> list[Stream]:
+        if len(self._splits) == 1:
+            return [Stream(local=str(self._splits[0].folder))]
+        pairs = zip(self._splits, self._shares, strict=True)
+        return [Stream(local=str(one.folder), proportion=share) for one, share in pairs]
+
+    @property
+    def _place(self) -> str:
+        return " + ".join(str(one.folder) for one in self._splits)
 
     def __iter__(self) -> Self:
         return self
@@ -161,7 +184,7 @@ class TrainLoader:
             batch = self._fetch()
         except Exception as error:
             self.close()
-            where = f"{self._split.folder}: micro-batch {self._total_taken} since the start did not arrive"
+            where = f"{self._place}: micro-batch {self._total_taken} since the start did not arrive"
             raise DataError(f"{where}: {_reason(error)}") from error
         self._taken += 1
         self._total_taken += 1
@@ -207,7 +230,7 @@ class TrainLoader:
         differing = [f"{key} (then {then.get(key)}, now {now[key]})" for key in now if then.get(key) != now[key]]
         if differing:
             raise ValueError(
-                f"the data position of the checkpoint does not fit {self._split.folder}: {', '.join(differing)};"
+                f"the data position of the checkpoint does not fit {self._place}: {', '.join(differing)};"
                 " set them back, or start a new run from the checkpoint's weights"
             )
         self._epoch, self._samples = state["epoch"], state["samples_in_epoch"]
@@ -241,27 +264,51 @@ class TrainLoader:
 
 
 class _Sequences(StreamingDataset):
-    """The library's dataset for shards on local disks, where a missing file is an error and never a download.
+    """The library's dataset for shards on local disks, where a missing file is an error, or comes by our own cache.
 
     The library would mark a missing shard as being downloaded, and every other rank would wait for it.
     """
+
+    folders: list[ShardFolder]  # of the streams
+    failure: DataError | None = None  # of a thread that reads ahead
 
     def get_item(self, sample_id: int, retry: int = 0) -> dict[str, Any]:
         number, index = self.spanner[sample_id]
         shard = self.shards[number]
         try:
-            return shard[index] | {"id": sample_id}
+            for _ in range(FETCHES):
+                try:
+                    return shard[index] | {"id": sample_id}
+                except FileNotFoundError:  # evicted between reading ahead and reading
+                    if not self._fetch(number):
+                        raise
+            raise FileNotFoundError("it was evicted again and again; raise data.cache_gib")
         except (OSError, ValueError, IndexError) as error:
             path = os.path.join(shard.dirname, shard.raw_data.basename)
             raise DataError(f"sequence {sample_id} of shard {path} cannot be read ({error})") from error
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        try:
+            self._fetch(shard_id)
+        except DataError as error:
+            self.failure = error
+            raise
         self._shard_states[shard_id] = _ShardState.LOCAL  # reading it tells whether it is there
+
+    def _fetch(self, shard_id: int) -> bool:
+        """Have a shard in the cache; False if its folder has no other place it could come from."""
+        folder = self.folders[int(self.stream_per_shard[shard_id])]
+        if folder.url is None:
+            return False
+        shard = self.shards[shard_id]
+        stated = {"basename": shard.raw_data.basename, "bytes": shard.raw_data.bytes, "hashes": shard.raw_data.hashes}
+        folder.fetch(Path(shard.dirname).name, stated)
+        return True
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from super().__iter__()
         if self._event.is_set():  # the library ends an epoch without a word when one of its threads fails
-            raise DataError("a reading thread failed")
+            raise self.failure or DataError("a reading thread failed")
 
     def stop(self) -> None:
         """End the library's own threads, which wait for this event."""
@@ -321,14 +368,49 @@ def _micro_batches_per_step(global_batch: int, micro_batch: int, dp_size: int) -
     return global_batch // (dp_size * micro_batch)
 
 
-def _samples_per_epoch(split: Split, global_batch: int, canonical_nodes: int) -> int:
+def _folders(shards: Any, proportions: Sequence[float] | None) -> list[ShardFolder]:
+    several = list(shards) if isinstance(shards, Sequence) and not isinstance(shards, str) else [shards]
+    folders = [one if isinstance(one, ShardFolder) else ShardFolder(Path(one).absolute()) for one in several]
+    paths = [folder.path for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"data.streams names one folder twice ({', '.join(map(str, paths))}); add its proportions up")
+    if len(proportions or [1.0] * len(folders)) != len(folders) or any(share <= 0 for share in proportions or ()):
+        raise ValueError(f"data.streams needs a proportion above 0 for each of its folders, not {proportions}")
+    return folders
+
+
+def _check(folder: ShardFolder, split: str, verify_hashes: bool) -> Split:
+    if folder.url is None:
+        return check_split(folder.path / split, verify_hashes=verify_hashes)
+    folder.check_originals(split)  # hashes are checked as shards arrive
+    return check_split(folder.path / split, has_shards=False)
+
+
+def _common_length(splits: Sequence[Split]) -> int:
+    lengths = {one.seq_length for one in splits}
+    if len(lengths) > 1:
+        raise ValueError(f"data.streams mixes sequences of {sorted(lengths)} tokens; prepare them of one length")
+    return lengths.pop()
+
+
+def _shares(proportions: Sequence[float] | None, splits: Sequence[Split]) -> list[float]:
+    parts = proportions or [one.num_sequences for one in splits]
+    return [part / sum(parts) for part in parts]
+
+
+def _samples_per_epoch(
+    splits: Sequence[Split], shares: Sequence[float], global_batch: int, canonical_nodes: int
+) -> int:
     """Sequences of an epoch: whole global batches only, since the library would repeat some to fill the last one."""
     if canonical_nodes < 1:
         raise ValueError(f"data.canonical_nodes is {canonical_nodes}; give a number of at least 1")
     unit = lcm(global_batch, canonical_nodes)
-    if split.num_sequences < unit:
+    available = splits[0].num_sequences
+    if len(splits) > 1:  # one less, as shares are rounded up or down to whole sequences
+        available = min(int((one.num_sequences - 1) / share) for one, share in zip(splits, shares, strict=True))
+    if available < unit:
         raise ValueError(
-            f"{split.folder} has {split.num_sequences} sequences but one global batch (times canonical nodes) needs"
+            f"{splits[0].folder} has {available} sequences but one global batch (times canonical nodes) needs"
             f" {unit}; prepare more text, or lower train.tokens_per_step"
         )
-    return split.num_sequences // unit * unit
+    return available // unit * unit

@@ -120,7 +120,7 @@ def test_reading_ahead_is_not_counted(shards, order):
 def test_nodes_do_not_change_the_global_batches(canonical):
     """The library's partition under our trimming, for 1, 2 and 4 nodes of 2 ranks, also from the middle."""
     split = type("Split", (), {"num_sequences": 203, "folder": "x"})()
-    size, batch = loader_module._samples_per_epoch(split, 8, canonical), 8
+    size, batch = loader_module._samples_per_epoch([split], [1.0], 8, canonical), 8
     for done in (0, 40):
         flat = []
         for nodes in (1, 2, 4):

@@ -1,0 +1,165 @@
+"""Shards at a URL: their small files copied at once, their shards when they are read, within a limit.
+
+The cache is a folder of its own below which nothing else lies, and every file in it is a copy of one at the URL. What
+has no URL has no cache, so the limit can never delete the only copy of anything.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from data_prep.fingerprint import file_hash
+from data_prep.guard import DataError, read_index, read_manifest
+
+SHARDS_THAT_MUST_FIT = 4  # of the largest, so that reading ahead does not chase out what is read
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """A prepared folder as this host sees it.
+
+    Attributes:
+        path: the local folder; for a URL, the cache, where shards are missing until they are read.
+        url: where the originals lie, None if they lie at `path`.
+        limit: bytes that the shards in the cache may take up, 0 for no limit.
+    """
+
+    path: Path
+    url: str | None = None
+    limit: int = 0
+
+    def fetch(self, split: str, stated: dict[str, Any]) -> None:
+        """Have a shard in the cache, whole by size and hash; any number of processes may ask at once.
+
+        Args:
+            stated: the shard's `raw_data` in its index.
+
+        Raises:
+            DataError: it cannot be had, or arrives damaged; a damaged copy is removed.
+        """
+        target = self.path / split / stated["basename"]
+        if target.exists():
+            with contextlib.suppress(OSError):
+                os.utime(target)  # the limit takes what has not been used for longest
+            return
+        with _locked(self.path):
+            if target.exists():
+                return
+            if self.limit:
+                self._make_room(stated["bytes"])
+            _download(f"{self.url}/{split}/{stated['basename']}", target, stated["bytes"], stated["hashes"]["xxh64"])
+
+    def _make_room(self, wanted: int) -> None:
+        files = sorted(self.path.glob("*/*.mds"), key=lambda file: file.stat().st_mtime)
+        used = sum(file.stat().st_size for file in files)
+        for file in files:
+            if used + wanted <= self.limit:
+                return
+            used -= file.stat().st_size
+            file.unlink()  # a process that has it open reads on; one that wants it again fetches it again
+
+    def check_originals(self, split: str) -> None:
+        """Check that every shard of the index lies at the URL with its size."""
+        fs, place = url_to_fs(f"{self.url}/{split}")
+        try:
+            sizes = {info["name"].rsplit("/", 1)[-1]: info["size"] for info in fs.ls(place, detail=True)}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.url}/{split} cannot be listed ({error})") from error
+        for entry in read_index(self.path / split):
+            stated = entry["raw_data"]
+            size = sizes.get(stated["basename"])
+            if size != stated["bytes"]:
+                found = "does not exist" if size is None else f"has {size} bytes where the index states "
+                found += "" if size is None else str(stated["bytes"])
+                raise DataError(f"{self.url}/{split}/{stated['basename']} {found}; copy the prepared folder again")
+
+
+def open_shards(shards: str | Path, cache: str | Path, limit: int = 0) -> ShardFolder:
+    """A prepared folder, local as it is or at a URL through a cache.
+
+    Args:
+        cache: folder for copies; each URL gets its own folder in it.
+        limit: bytes of the shards in it per URL, 0 for no limit.
+
+    Raises:
+        ValueError: the limit is too small, or the cache lies in a folder of originals.
+        DataError: what lies at the URL is no prepared folder, or cannot be read.
+    """
+    if "://" not in str(shards):
+        return ShardFolder(Path(shards).absolute())
+    url = str(shards).rstrip("/")
+    path = Path(cache).expanduser().absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
+    if url.startswith("file://") and path.is_relative_to(url.removeprefix("file://")):
+        raise ValueError(f"data.cache {cache} lies inside {url}; name a folder outside it")
+    path.mkdir(parents=True, exist_ok=True)
+    folder = ShardFolder(path, url, limit)
+    with _locked(path):
+        _copy_small_files(folder)
+    largest = max(e["raw_data"]["bytes"] for name in read_manifest(path)["splits"] for e in read_index(path / name))
+    if limit and limit < SHARDS_THAT_MUST_FIT * largest:
+        raise ValueError(
+            f"data.cache_gib allows {limit} bytes but {SHARDS_THAT_MUST_FIT} shards of {url} of up to {largest} bytes"
+            " must fit; raise it, or set it to 0 for no limit"
+        )
+    return folder
+
+
+def _copy_small_files(folder: ShardFolder) -> None:
+    """Manifest, tokenizer, indices and the held-out split; a changed original empties the cache first."""
+    fs, place = url_to_fs(folder.url)
+    try:
+        manifest = fs.cat_file(f"{place}/manifest.json")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder.url}/manifest.json cannot be read ({error}); name a folder made by prep") from error
+    known = folder.path / "manifest.json"
+    if known.is_file() and known.read_bytes() == manifest:
+        return
+    for entry in folder.path.iterdir():
+        if entry.name != LOCK:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    try:
+        names = [f"{name}/index.json" for name in json.loads(manifest)["splits"]]
+        names += [f"tokenizer/{info['name'].rsplit('/', 1)[-1]}" for info in fs.ls(f"{place}/tokenizer", detail=True)]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder.url} is no folder made by prep ({error})") from error
+    for name in names:
+        _download(f"{folder.url}/{name}", folder.path / name)
+    if (folder.path / "heldout").is_dir():
+        for entry in read_index(folder.path / "heldout"):
+            stated = entry["raw_data"]
+            source, target = f"{folder.url}/heldout/{stated['basename']}", folder.path / "heldout" / stated["basename"]
+            _download(source, target, stated["bytes"], stated["hashes"]["xxh64"])
+    known.write_bytes(manifest)  # last: without it everything is copied again
+
+
+def _download(url: str, target: Path, size: int | None = None, digest: str | None = None) -> None:
+    fs, place = url_to_fs(url)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(target.name + ".partial")  # the lock is held
+    try:
+        fs.get_file(place, str(aside))
+    except (OSError, ValueError) as error:
+        aside.unlink(missing_ok=True)
+        raise DataError(f"{url} cannot be copied to {target} ({error})") from error
+    if (size is not None and aside.stat().st_size != size) or (digest is not None and file_hash(aside) != digest):
+        aside.unlink()
+        raise DataError(f"{url} is damaged: its size or hash is not what the index states; copy it there again")
+    os.rename(aside, target)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process of this host at a time."""
+    with open(folder / LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
