@@ -20,7 +20,7 @@ import xxhash
 from data_prep.files import SourceFile, is_url, open_plain, open_raw
 from recipes.schema import BAD_DOCUMENT_POLICIES, SourceConfig
 
-BLOCK_BYTES = 8 << 20  # of plain text; a block ends after the line that reaches it
+BLOCK_BYTES = 4 << 20  # of plain text; a block ends after the line that reaches it
 PLAIN_CHUNK, PACKED_CHUNK = 1 << 20, 1 << 16  # bytes read at a time; what a damaged chunk holds is lost with it
 ROWS = 64  # rows of a table that are turned into Python strings at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

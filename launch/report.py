@@ -7,8 +7,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from data_prep.guard import read_manifest
-from launch.generate import run_recipe
-from launch.run_directory import read_metrics
+from launch.run_directory import find_shards, read_metrics
 
 matplotlib.use("Agg")
 
@@ -44,7 +43,7 @@ def draw_losses(runs: list[Path], out: Path) -> None:
 def unigram_entropy(run: Path) -> float | None:
     """Entropy (nats) of the held-out labels under their own unigram distribution, from the manifest of the shards."""
     try:
-        value = read_manifest(run_recipe(run).data.shards).get("heldout_unigram_entropy")
+        value = read_manifest(find_shards(run)).get("heldout_unigram_entropy")
     except (OSError, ValueError):
         return None
     return value if value is not None and math.isfinite(value) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from data_prep.cache import open_shards
 from recipes.load import read_model, save_recipe
 from recipes.schema import ModelConfig, Recipe
 
@@ -105,10 +106,11 @@ def find_tokenizer(run: Path) -> Path:
 
 def find_shards(run: Path) -> Path:
     """The folder of shards that a run trained on."""
-    shards = OmegaConf.select(OmegaConf.load(run / "recipe.yaml"), "data.shards")
+    recipe = OmegaConf.load(run / "recipe.yaml")
+    shards = OmegaConf.select(recipe, "data.shards")
     if shards is None:
         raise ValueError(f"{run / 'recipe.yaml'} names no data.shards; add `shards: FOLDER` under `data:` there")
-    return Path(shards)
+    return open_shards(shards, OmegaConf.select(recipe, "data.cache") or run / "cache").path
 
 
 def _step_of(line: str) -> int | None:

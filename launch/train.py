@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from data_prep.batch import MicroBatch
-from data_prep.guard import check_manifest
+from data_prep.cache import ShardFolder, open_shards
+from data_prep.guard import check_manifest, read_manifest
 from data_prep.heldout import EvalReader
 from data_prep.loader import TrainLoader
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
@@ -77,9 +78,10 @@ class Trainer:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         # before any group exists: these raise the same sentence on every rank at once
-        manifest = check_manifest(
-            recipe.data.shards, seq_length=recipe.model.seq_length, vocab_size=recipe.model.token_rows
-        )
+        self.shards = self._open_shards(recipe.data.shards)
+        self.streams = [self._open_shards(stream.shards) for stream in recipe.data.streams]
+        manifest = self._check_shards()
+        self.tokenizer_hash: str = manifest["tokenizer_hash"]
         self.heldout = recipe.train.eval_sequences > 0 and "heldout" in manifest["splits"]
         parallel = recipe.parallel
         check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
@@ -106,12 +108,39 @@ class Trainer:
 
     # setting up
 
+    def _open_shards(self, shards: str) -> ShardFolder:
+        data = self.recipe.data
+        limit = int(data.cache_gib * 2**30)
+        return open_shards(shards, data.cache or os.path.join(self.recipe.run_dir, "cache"), limit)
+
+    def _check_shards(self) -> dict:
+        """The manifest of `data.shards`; every folder must fit the model and have its tokenizer."""
+        recipe, tokenizer = self.recipe, None
+        for folder in (self.shards, *self.streams):
+            manifest = check_manifest(
+                folder.path,
+                seq_length=recipe.model.seq_length,
+                vocab_size=recipe.model.token_rows,
+                tokenizer=recipe.data.tokenizer,
+                expected_tokenizer=tokenizer,
+            )
+            tokenizer = manifest["tokenizer_hash"]
+        return read_manifest(self.shards.path)
+
+    def _check_same_tokenizer(self, checkpoint_path, facts: dict) -> None:
+        if facts.get("tokenizer") not in (None, self.tokenizer_hash):
+            raise checkpoint.CheckpointError(
+                f"{checkpoint_path} was trained with another tokenizer than that of {self.shards.path}; prepare the "
+                "text with that one, or start another run"
+            )
+
     def _build_engine(self) -> TrainEngine:
         recipe, layout = self.recipe, self.layout
         facts = checkpoint.read_facts(self.resumed_from) if self.resumed_from else None
         self.universal = False
         if facts is not None:
             self._check_same_model(facts)
+            self._check_same_tokenizer(self.resumed_from, facts)
             self.universal = checkpoint.needs_universal(facts, layout, recipe.parallel.zero_stage)
         dtype = precision_of(recipe, layout.device)
         torch.manual_seed(recipe.seed)
@@ -125,7 +154,9 @@ class Trainer:
             fused=layout.device.type == "cuda",
         )
         if recipe.model.init_from and facts is None:
-            checkpoint.load_weights(model, checkpoint.find(recipe.model.init_from))
+            origin = checkpoint.find(recipe.model.init_from)
+            self._check_same_tokenizer(origin, checkpoint.read_facts(origin))
+            checkpoint.load_weights(model, origin)
         train = recipe.train
         return TrainEngine(
             model,
@@ -151,7 +182,8 @@ class Trainer:
     def _open_loader(self) -> TrainLoader:
         recipe = self.recipe
         return TrainLoader(
-            recipe.data.shards,
+            self.streams or self.shards,
+            proportions=[stream.proportion for stream in recipe.data.streams] or None,
             global_batch=recipe.train.tokens_per_step // recipe.model.seq_length,
             micro_batch=recipe.train.micro_batch,
             seed=recipe.seed,
@@ -265,7 +297,7 @@ class Trainer:
         """Mean unweighted loss over the held-out sequences."""
         recipe = self.recipe
         reader = EvalReader(
-            recipe.data.shards,
+            self.shards.path,
             micro_batch=recipe.train.micro_batch,
             dp_rank=self.layout.data_rank,
             dp_size=self.layout.data,
@@ -278,6 +310,7 @@ class Trainer:
         recipe = self.recipe
         facts = {
             "tokens": self.tokens,
+            "tokenizer": self.tokenizer_hash,
             "layout": checkpoint.layout_facts(self.layout, recipe.parallel.zero_stage),
             "model": model_facts(recipe.model),
         }

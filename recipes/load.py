@@ -13,7 +13,9 @@ from recipes.schema import (
     DEVICES,
     L2A_KINDS,
     PENALTY_NORMS,
+    PACKINGS,
     PRECISIONS,
+    SOURCE_FORMATS,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -147,6 +149,8 @@ def _check_choices(recipe: Recipe) -> None:
         ("train.precision", recipe.train.precision, PRECISIONS),
         ("train.device", recipe.train.device, DEVICES),
         ("data.bad_documents", recipe.data.bad_documents, BAD_DOCUMENT_POLICIES),
+        ("data.packing", recipe.data.packing, PACKINGS),
+        *(("data.sources.format", source.format, SOURCE_FORMATS) for source in recipe.data.sources),
         ("parallel.zero_stage", recipe.parallel.zero_stage, (0, 1, 2, 3)),
     )
     for key, value, allowed in choices:
