@@ -31,7 +31,7 @@ class ShardFolder:
     Attributes:
         path: the local folder; for a URL, the cache, where shards are missing until they are read.
         url: where the originals lie, None if they lie at `path`.
-        limit: bytes that the shards in the cache may take up, 0 for no limit.
+        limit: bytes that training shards in the cache may take up, 0 for no limit; the held-out split stays.
     """
 
     path: Path
@@ -56,11 +56,11 @@ class ShardFolder:
             if target.exists():
                 return
             if self.limit:
-                self._make_room(stated["bytes"])
+                self._make_room(split, stated["bytes"])
             _download(f"{self.url}/{split}/{stated['basename']}", target, stated["bytes"], stated["hashes"]["xxh64"])
 
-    def _make_room(self, wanted: int) -> None:
-        files = sorted(self.path.glob("*/*.mds"), key=lambda file: file.stat().st_mtime)
+    def _make_room(self, split: str, wanted: int) -> None:
+        files = sorted((self.path / split).glob("*.mds"), key=lambda file: file.stat().st_mtime)
         used = sum(file.stat().st_size for file in files)
         for file in files:
             if used + wanted <= self.limit:

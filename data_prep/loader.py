@@ -270,7 +270,6 @@ class _Sequences(StreamingDataset):
     """
 
     folders: list[ShardFolder]  # of the streams
-    failure: DataError | None = None  # of a thread that reads ahead
 
     def get_item(self, sample_id: int, retry: int = 0) -> dict[str, Any]:
         number, index = self.spanner[sample_id]
@@ -288,11 +287,8 @@ class _Sequences(StreamingDataset):
             raise DataError(f"sequence {sample_id} of shard {path} cannot be read ({error})") from error
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        try:
+        with contextlib.suppress(DataError):  # whoever reads the shard tries again, and says what is wrong
             self._fetch(shard_id)
-        except DataError as error:
-            self.failure = error
-            raise
         self._shard_states[shard_id] = _ShardState.LOCAL  # reading it tells whether it is there
 
     def _fetch(self, shard_id: int) -> bool:
@@ -308,7 +304,7 @@ class _Sequences(StreamingDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from super().__iter__()
         if self._event.is_set():  # the library ends an epoch without a word when one of its threads fails
-            raise self.failure or DataError("a reading thread failed")
+            raise DataError("a reading thread failed")
 
     def stop(self) -> None:
         """End the library's own threads, which wait for this event."""

@@ -6,6 +6,7 @@ document cannot forge its own end.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for
 SMALLEST_VOCABULARY = 257  # every byte and the end of a document
 PIECE = 1 << 20  # characters given to the trainer at a time
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces where that changes no id
+WORD_END = re.compile(r"\w(?=\s)")  # where tokenizers split anyway
+SEARCHED = 1 << 16  # characters in which a place for a cut is looked for
+TRIES = 8  # places that are looked at for one cut
 CONTEXT = 1 << 12  # characters on either side of a cut that must encode alike with and without it
 
 
@@ -94,18 +98,23 @@ class TextEncoder:
     def _cut(self, text: str) -> Iterator[str]:
         """Pieces of a long text, which take a bounded amount of memory each and give the same ids as the whole.
 
-        A cut is made behind a line's end where the surroundings encode alike with and without it.
+        A cut is made behind a word where the surroundings encode alike with and without it.
         """
         start = 0
         while len(text) - start > LONG_TEXT:
-            border = text.rfind("\n", start + LONG_TEXT // 2, start + LONG_TEXT) + 1
-            before, after = text[max(start, border - CONTEXT) : border], text[border : border + CONTEXT]
-            whole, left, right = self._encode([before + after, before, after])
-            if not border or not np.array_equal(whole, np.concatenate([left, right])):
+            first = start + max(LONG_TEXT // 2, LONG_TEXT - SEARCHED)
+            ends = [match.end() for match in WORD_END.finditer(text, first, start + LONG_TEXT)]
+            border = next((end for end in ends[: -TRIES - 1 : -1] if self._may_cut(text, start, end)), None)
+            if border is None:
                 break
             yield text[start:border]
             start = border
         yield text[start:]
+
+    def _may_cut(self, text: str, start: int, border: int) -> bool:
+        before, after = text[max(start, border - CONTEXT) : border], text[border : border + CONTEXT]
+        whole, left, right = self._encode([before + after, before, after])
+        return np.array_equal(whole, np.concatenate([left, right]))
 
     def save(self, folder: Path) -> None:
         """Write a directory that `AutoTokenizer.from_pretrained` loads."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from data_prep.fingerprint import tokenizer_hash
@@ -136,3 +136,99 @@ def test_hash_sees_the_end_token(trained, tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "a"}))
     assert tokenizer_hash(tmp_path) != before
+
+
+# ---- beginnings
+
+
+def with_bos(trained, folder: Path, adds: bool) -> Path:
+    """The trained tokenizer with a BOS token, which it puts in front of texts or does not."""
+    tokenizer = AutoTokenizer.from_pretrained(trained[1])
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_bos_only_where_the_tokenizer_or_the_recipe_wants_it(trained, tmp_path, adds, asked):
+    encoder = load_tokenizer(with_bos(trained, tmp_path, adds), asked)
+    (ids,) = encoder.encode(["text <s>"])
+    wanted = adds if asked is None else asked
+    bos = AutoTokenizer.from_pretrained(tmp_path).bos_token_id
+    assert encoder.bos_id == (bos if wanted else None)
+    assert (ids == bos).sum() == wanted and (ids[0] == bos) == wanted and ids[-1] == encoder.eos_id
+    assert (trained[0].bos_id, trained[0].encode(["a"])[0][-1]) == (None, encoder.eos_id)
+
+
+def test_bos_that_is_not_there(trained):
+    with pytest.raises(ValueError, match="data.add_bos is true but the tokenizer"):
+        load_tokenizer(trained[1], True)
+
+
+# ---- long documents
+
+
+def test_long_document_in_pieces_has_the_ids_of_the_whole(trained, monkeypatch):
+    """Real text whole and cut; text without line ends, or with only white space at them, is not cut wrongly."""
+    text = "".join(path.read_text() for path in sorted(STDLIB.glob("a*.py")))
+    encoder = load_tokenizer(trained[1])
+    hard = [text, "x" * 60_000, "word " * 15_000, "\n" * 30_000, ("a\n  b\r\n" * 4000) + "\n\n end", "é\n漢" * 15_000]
+    whole = [np.array([*encoder._backend.encode(one, add_special_tokens=False).ids, encoder.eos_id]) for one in hard]
+    monkeypatch.setattr("data_prep.tokenizer.LONG_TEXT", 8000)
+    assert len(list(encoder._cut(text))) > 20
+    for got, want in zip(encoder.encode(hard), whole, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# ---- SentencePiece
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def sentencepiece_model(request, tmp_path_factory) -> Path:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = [line for text in real_texts() for line in text.splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=500, model_type=request.param,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def test_sentencepiece_ids_are_the_librarys(sentencepiece_model, tmp_path):
+    import sentencepiece
+
+    want = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    for path in (sentencepiece_model, sentencepiece_model.parent):
+        encoder = load_tokenizer(path)
+        texts = real_texts() + HARD_TEXTS + ["a </s> forged"]
+        for text, ids in zip(texts, encoder.encode(texts), strict=True):
+            assert ids.tolist() == [*want.encode(text), want.eos_id()] and ids.dtype == np.uint16
+            assert (ids == want.eos_id()).sum() == 1
+    assert (encoder.bos_id, load_tokenizer(path, True).encode(["a"])[0][0]) == (None, want.bos_id())
+    encoder.save(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert (saved.eos_token_id, len(saved)) == (want.eos_id(), want.vocab_size())
+    for text in real_texts():
+        assert saved.decode(encoder.encode([text])[0][:-1]) == text
+    before = tokenizer_hash(tmp_path)
+    again = load_tokenizer(tmp_path)
+    np.testing.assert_array_equal(again.encode(real_texts()[:1])[0], encoder.encode(real_texts()[:1])[0])
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model.read_bytes() + b" ")
+    assert tokenizer_hash(tmp_path) != before
+
+
+def test_damaged_sentencepiece_model(tmp_path):
+    (tmp_path / "x.model").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"x\.model cannot be loaded"):
+        load_tokenizer(tmp_path / "x.model")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.prep import prepare
+from launch.run_directory import find_tokenizer
 from launch.train import train
 from megatron_ext.context_parallel.layout import leave_layout
 from recipes.load import RecipeError, load_recipe
@@ -147,6 +148,40 @@ def test_checkpoint_of_another_stage(trained, shards):
 def test_other_data_than_the_checkpoint(trained, shards):
     with pytest.raises(ValueError, match="seed"):
         train(recipe(trained, shards, "train.steps=3", "train.warmup_steps=0", "seed=99"))
+
+
+@pytest.fixture(scope="module")
+def other_shards(tmp_path_factory, shards) -> Path:
+    """Shards of the same model by another tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "text.txt").write_text(Path(__file__).read_text() * 4)
+    settings = [f"data.sources=[{{path: {folder}}}]", "data.heldout_fraction=0", "data.tokenizer_vocab_size=290"]
+    made = load_recipe(RECIPE, [f"data.shards={folder / 'shards'}", *settings])
+    return prepare(made.data, seq_length=80, vocab_size=320).folder
+
+
+def test_shards_of_another_tokenizer(trained, shards, other_shards, tmp_path):
+    more = ("train.steps=3", "train.warmup_steps=0")
+    before = files(trained)
+    with pytest.raises(ValueError, match="was trained with another tokenizer than that of"):
+        train(recipe(trained, other_shards, *more))
+    with pytest.raises(ValueError, match="was trained with another tokenizer than that of"):
+        train(recipe(tmp_path / "new", other_shards, *more, f"model.init_from={trained}"))
+    both = f"data.streams=[{{shards: {shards}, proportion: 1}}, {{shards: {other_shards}, proportion: 1}}]"
+    with pytest.raises(ValueError, match="was tokenized with another tokenizer"):
+        train(recipe(tmp_path / "mixed", shards, *more, both))
+    assert files(trained) == before
+
+
+def test_mixed_streams_and_a_url_train(shards, tmp_path):
+    """Two streams, one of them behind a cache: the run trains, and its tokenizer is found again."""
+    copy = tmp_path / "copy"
+    shutil.copytree(shards, copy)
+    both = f"data.streams=[{{shards: {shards}, proportion: 2}}, {{shards: 'file://{copy}', proportion: 1}}]"
+    train(recipe(tmp_path / "run", f"file://{copy}", "train.steps=2", "train.warmup_steps=0", both))
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["step"] == 2 and record["heldout_loss"] > 0
+    assert find_tokenizer(tmp_path / "run").is_dir()
 
 
 def test_init_from_another_model(trained, shards, tmp_path):
