@@ -155,7 +155,9 @@ def check_manifest(
         )
     _check_named_tokenizer(shards, manifest, tokenizer)
     if expected_tokenizer not in (None, manifest["tokenizer_hash"]):
-        raise ValueError(f"{shards} was tokenized with another tokenizer than the checkpoint; prepare it with that one")
+        raise ValueError(
+            f"{shards} was tokenized with another tokenizer than the checkpoint or other shards; prepare it anew"
+        )
     for name, split in manifest["splits"].items():
         index = shards / name / "index.json"
         if not index.is_file() or file_hash(index) != split["index_hash"]:

@@ -60,10 +60,11 @@ def find(path: str | Path) -> Path:
 
 
 def read_facts(checkpoint: Path) -> dict:
-    """What complete.json says of a checkpoint: step, layout, model."""
+    """What complete.json says of a checkpoint: step, layout, model, hash of the tokenizer (None where unknown)."""
     try:
         facts = json.loads((checkpoint / MARK).read_text())
-        return {key: facts[key] for key in ("step", "tokens", "layout", "model")}
+        known = {key: facts[key] for key in ("step", "tokens", "layout", "model")}
+        return known | {"tokenizer": facts.get("tokenizer")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{checkpoint}: its {MARK} cannot be read ({error}); remove the folder or restore it"
