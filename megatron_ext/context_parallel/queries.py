@@ -2,7 +2,7 @@
 
 A query costs its position + 1, so the last slice of a causal sequence is the dearest and some gates are open more often
 than others. Keys and values go to every rank, in groups of heads, each on its way while the last is computed with.
-Queries go to where there is time: each rank lines up its active ones in order and deals them out back and forth (0 1 2 3,
+Queries go to where there is time: each rank lines up its active ones and deals them out back and forth (0 1 2 3,
 3 2 1 0, ...), which gives every rank the same work but for about one query of each slice. What they attend to comes
 back the same way. How many are active is known to the device only, so what travels has room for all of them.
 

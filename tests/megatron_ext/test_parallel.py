@@ -49,7 +49,7 @@ def test_one_layer_leaks_and_one_does_not():
 
 
 def test_keys_travel_unexpanded(found):
-    """Forward: k and v of the kv heads, once; backward: their gradients. Queries: positions, and rows back and forth."""
+    """Forward: k and v of the kv heads, once; backward: their gradients. Queries: positions, and rows both ways."""
     batch, layers, heads, kv_heads, head_dim = 2, 2, MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim
     slice_length = 112  # 200 in two slices of whole blocks of 16
     keys = 2 * batch * slice_length * kv_heads * head_dim * 8
