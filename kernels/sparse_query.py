@@ -38,7 +38,7 @@ def sparse_query_attention(
         q: [B, T, H, D], any float dtype, already rotated.
         k, v: [B, T, G, D], H a multiple of G.
         active: bool [B, T]; None says, without a look at the device, that every query is active: on a GPU that is
-            SDPA's fastest backend where it serves (bf16 or fp16, no cu_seqlens).
+            SDPA's fastest backend where it serves (auto, bf16 or fp16, no cu_seqlens, not deterministic).
         scale: factor on the logits, above 0, default 1/sqrt(D).
         backend: "auto", "reference" or "triton".
         cu_seqlens: int32 [n + 1], where documents begin in the B * T tokens of the flattened batch, from 0 to B * T;
@@ -58,7 +58,9 @@ def sparse_query_attention(
     scale = check_scale(scale, D)
     starts = None if cu_seqlens is None else document_starts(cu_seqlens, B, T)
     if on_gpu and q.numel():
-        if active is None and starts is None and q.is_cuda and q.dtype != torch.float32:
+        exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        serves = active is None and starts is None and q.is_cuda and q.dtype != torch.float32
+        if serves and backend == "auto" and not exact:
             return _dense(q, k, v, scale)
         return triton_rows_attention(
             q, k, v, active=active, first_key=starts, scale=scale, deterministic=deterministic

@@ -65,6 +65,14 @@ def sliding_window_attention(
             q, k, v, first_key=first_key, window=window, query_offset=query_offset, scale=scale,
             deterministic=deterministic,
         )[0]  # fmt: skip
+    return _reference(q, k, v, window, query_offset, first_key, scale)
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, query_offset: int, first_key: Tensor | None, scale: float
+) -> Tensor:
+    """The definition, in blocks of queries."""
+    Tq = q.shape[1]
     newest = torch.arange(query_offset, query_offset + Tq, device=q.device)[None]  # [1, Tq]
     oldest = torch.zeros_like(newest) if window is None else newest - window
     if first_key is not None:

@@ -107,6 +107,9 @@ def export_model(
     with new_folder(out) as folder, one_process():
         shapes = weight_shapes(model)
         wanted = DTYPES.get(dtype)
+        layout = checkpoint.read_facts(step)["layout"]
+        if wanted is None and not layout.get("weights_only") and layout["zero_stage"] > 0:
+            wanted = torch.float32  # what ZeRO trained is stored so, and what was frozen beside it may not be
         kept = wanted or weights[next(iter(shapes))].dtype
         positions = max_positions or model.seq_length
         write_surroundings(folder, model, tokenizer, dtype=str(kept).removeprefix("torch."), max_positions=positions)

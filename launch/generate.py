@@ -50,13 +50,13 @@ def _continue(model: LanguageModel, config: ModelConfig, tokenizer, prompt: str,
 def run_recipe(run: Path) -> Recipe:
     """The resolved recipe that a run directory keeps."""
     merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(run / "recipe.yaml"))
-    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    return OmegaConf.to_object(merged)  # type: ignore[return-value] - a Recipe, as the merge is structured
 
 
 def load_model(config: ModelConfig, step: Path) -> LanguageModel:
     """The whole model in fp32 on the CPU, with the weights of a checkpoint, for inference."""
     model = build_model(config)
-    checkpoint.load_weights(model, step)
+    checkpoint.load_weights(model, step, config)
     return model.eval()
 
 

@@ -25,12 +25,13 @@ def flops_per_token(model: ModelConfig, open_fraction: float = 1.0) -> float:
     """Forward and backward FLOP of one token: 6 per weight that multiplies, 12 per attended token and width.
 
     Args:
-        open_fraction: L2A kinds: share of the queries that look back, the mean over layers.
+        open_fraction: L2A kinds: share of the queries that look back, the mean over all layers.
     """
     width = head_dim(model)
     kv_heads = model.num_kv_heads or model.num_heads
     attention = model.attention
-    looks = 2 if attention.kind in L2A_KINDS else 1  # attentions, each with its multiplications by q, k, v and o
+    # a second look has its own multiplications by q, k, v and o, where it was not pruned
+    looks = 1 + (attention.kind in L2A_KINDS) * (1 - len(attention.closed_layers) / model.num_layers)
     projections = looks * model.hidden_size * width * (2 * model.num_heads + 2 * kv_heads)
     per_layer = projections + 3 * model.hidden_size * model.ffn_size
     weights = model.num_layers * per_layer + model.vocab_size * model.hidden_size

@@ -84,7 +84,7 @@ def _load(model: ModelConfig, step: Path, device: str) -> LanguageModel:
     chosen = pick_device(device)
     dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     built = build_model(model, dtype=dtype, fused=chosen.type == "cuda")
-    checkpoint.load_weights(built, step)
+    checkpoint.load_weights(built, step, model)
     return built.eval().to(chosen, dtype)  # megatron-core builds norms in fp32
 
 

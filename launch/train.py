@@ -156,7 +156,7 @@ class Trainer:
         if recipe.model.init_from and facts is None:
             origin = checkpoint.find(recipe.model.init_from)
             self._check_same_tokenizer(origin, checkpoint.read_facts(origin))
-            checkpoint.load_weights(model, origin)
+            checkpoint.load_weights(model, origin, recipe.model)
         train = recipe.train
         return TrainEngine(
             model,
@@ -271,7 +271,9 @@ class Trainer:
             layers = sorted(inputs[0].context.measured[figure])
             values = torch.stack([torch.stack([one.context.measured[figure][n] for n in layers]) for one in inputs])
             sums, counts = all_reduce(values.sum(dim=0), dist.group.WORLD, "metrics").unbind(-1)
-            means[figure] = [round(mean, 6) for mean in (sums / counts.clamp(min=1)).tolist()]
+            mean = dict(zip(layers, (sums / counts.clamp(min=1)).tolist(), strict=True))
+            # one entry a layer: a layer that was pruned of its second look never looks back
+            means[figure] = [round(mean.get(n, 0.0), 6) for n in range(1, self.recipe.model.num_layers + 1)]
         return means
 
     def _not_finite(self, result: StepResult, batches: list[MicroBatch], inputs: list[ModelInput]) -> None:

@@ -136,7 +136,7 @@ class _CoreAttention(nn.Module):
 
     def look_back(self, q, k, v, active: torch.Tensor | None, context: SequenceContext) -> torch.Tensor:
         """`attend` for the queries of `active` [B, T], zeros for the others: what L2A's second attention computes."""
-        raise NotImplementedError  # only those do
+        raise NotImplementedError  # the attentions that L2A uses define it
 
     def local_branch(self, q, k, v, context: SequenceContext, window: int | None) -> torch.Tensor:
         """Rotated attention over the last `window` tokens, across slices."""

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
 from megatron_ext.tensor_parallel import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
+from recipes.schema import L2A_KINDS, ModelConfig
 
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 TAG = "state"
@@ -227,29 +229,64 @@ def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: ranks loaded different weights from it; is the folder on a shared disk?")
 
 
+# what two models must have in common for the one's weights to mean the same in the other, whatever the attention
+SAME_DECODER = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "norm_eps",
+                "qkv_bias", "qk_norm", "tie_embeddings")  # fmt: skip
+FREESOLO_CONSTANTS = tuple(f".core_attention.{part}" for part in ("alpha", "gain", "sigma", "lam"))
+
+
 @torch.no_grad()
-def load_weights(model: LanguageModel, checkpoint: Path) -> None:
+def load_weights(model: LanguageModel, checkpoint: Path, config: ModelConfig) -> None:
     """Fill a model (not sharded yet; this tensor-parallel rank's part of it) with the weights of any checkpoint.
 
-    What the checkpoint's kind of attention lacks keeps its start value (alpha, gain, the router), and L2A's second
-    attention and its norm start as copies of the first.
+    What another kind of attention lacks keeps its start value (alpha and gain; the router, when the checkpoint is of no
+    L2A kind), and L2A's second attention and its norm then start as copies of the first. Nothing else may be missing or
+    left over: same shapes do not make the same model.
+
+    Args:
+        config: what `model` was built from.
 
     Raises:
-        CheckpointError: other constants, or weights that do not fit.
+        CheckpointError: another decoder, other constants, or weights that are missing, left over or of another shape.
     """
+    saved_model = read_facts(checkpoint)["model"]
+    _check_same_decoder(checkpoint, saved_model, config)
     ranks = {"rank": group_rank(model.tensor_group), "ranks": group_size(model.tensor_group)}
-    state = stored_weights(checkpoint)
-    for name, own in model.state_dict().items():
+    state, ours = stored_weights(checkpoint), model.state_dict()
+    left = sorted(name for name in state if name not in ours and not name.endswith(FREESOLO_CONSTANTS))
+    if left:
+        raise CheckpointError(
+            f"{checkpoint} has {left[0]}{f' and {len(left) - 1} more' * (len(left) > 1)}, for which this model has no "
+            "place; check model.attention (kind, closed_layers) and tie_embeddings"
+        )
+    gates_are_new = saved_model["attention"]["kind"] not in L2A_KINDS
+    for name, own in ours.items():
         if own is None:
             continue
         saved = state.get(name)
-        if saved is None:
+        if saved is None and gates_are_new:
             first = name.replace(".global_attention.", ".self_attention.")
             saved = state.get(first.replace(".global_layernorm.", ".input_layernorm."))
         saved = None if saved is None else cut(name, saved, **ranks)
-        _check_fit(checkpoint, name, own, saved)
+        _check_fit(checkpoint, name, own, saved, gates_are_new)
         if saved is not None:
             own.copy_(saved)
+
+
+def _check_same_decoder(checkpoint: Path, saved: dict, config: ModelConfig) -> None:
+    def facts(model: dict) -> dict:
+        heads, width = model["num_heads"], model["hidden_size"]
+        return model | {
+            "num_kv_heads": model["num_kv_heads"] or heads,
+            "head_dim": model["head_dim"] or width // heads,
+        }
+
+    theirs, ours = facts(saved), facts(asdict(config))
+    for key in SAME_DECODER:
+        if theirs[key] != ours[key]:
+            raise CheckpointError(
+                f"{checkpoint} is of another model: model.{key} is {theirs[key]} there and {ours[key]} here; set it so"
+            )
 
 
 def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
@@ -261,10 +298,9 @@ def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     return MergedWeights([deepspeed_compat.consolidated_weights(checkpoint, TAG, stage, rank) for rank in ranks])
 
 
-def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None) -> None:
+def _check_fit(checkpoint: Path, name: str, own: torch.Tensor, saved: torch.Tensor | None, gates_are_new: bool) -> None:
     if saved is None:
-        own_kind = tuple(f".core_attention.{part}" for part in ("alpha", "gain", "sigma", "lam"))
-        if name.endswith((*own_kind, ".router.weight")):
+        if name.endswith(FREESOLO_CONSTANTS) or (gates_are_new and name.endswith(".router.weight")):
             return
         raise CheckpointError(f"{checkpoint} is of another model: it has no {name}; check the model section")
     if saved.shape != own.shape:

@@ -18,6 +18,7 @@ from megatron_ext.attention import SequenceContext
 from megatron_ext.context_parallel.collectives import all_reduce, group_size
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.model import LanguageModel
+from megatron_ext.router import Router
 
 
 @dataclass
@@ -43,7 +44,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PenaltySettings:
-    """lambda * mean over sequences of [mean over layers of the sum over tokens of p^2], p from the gates of L2A."""
+    """lambda * mean over sequences of [mean over gated layers of the sum over tokens of p^2], p from L2A's gates."""
 
     weight: float  # lambda, once it has grown
     start: int  # steps without penalty
@@ -144,6 +145,7 @@ class TrainEngine:
         self.layout, self.settings, self.zero_stage = layout, settings, zero_stage
         self.accumulation, self.loss_chunk = accumulation, loss_chunk
         freeze_parameters(model, settings.freeze, settings.train_only)
+        self.gates = sum(isinstance(module, Router) for module in model.modules())  # pruned layers have none
         model.to(layout.device)
         optimizer, scheduler = _optimizer(model, settings, layout.device)
         config = deepspeed_compat.ds_config(
@@ -200,7 +202,7 @@ class TrainEngine:
             return 0.0
         sequences = sum(batch.tokens.shape[0] for batch in batches) * self.layout.data
         tokens = batches[0].context.length if penalty.per_token else 1
-        weight = penalty_at(step, penalty) / (sequences * self.model.config.num_layers * tokens)
+        weight = penalty_at(step, penalty) / (sequences * max(self.gates, 1) * tokens)
         for batch in batches:
             batch.context.penalty_scale = weight * group_size(self.layout.data_context_group)
         return weight

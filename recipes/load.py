@@ -117,7 +117,7 @@ def override_model(model: ModelConfig, overrides: list[str]) -> ModelConfig:
             raise RecipeError(f"override {override!r}: only keys of the model section can be set here")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Recipe(model=model)), _parse(overrides))
-        return OmegaConf.to_object(merged.model)  # type: ignore[return-value]
+        return OmegaConf.to_object(merged.model)  # type: ignore[return-value] - the merge is structured
     except OmegaConfBaseException as error:
         raise RecipeError(_one_sentence(error)) from error
 
@@ -130,7 +130,7 @@ def read_model(path: Path) -> ModelConfig:
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path).model)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        return OmegaConf.to_object(merged)  # type: ignore[return-value] - the merge is structured
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: model.{_one_sentence(error)}") from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:

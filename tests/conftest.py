@@ -1,7 +1,9 @@
 """Every test starts from the same seed, and memory that kernels/ leaves unwritten is never zero by luck."""
 
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,3 +34,14 @@ def _poisoned(allocate):
         return memory
 
     return allocate_poisoned
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Groups of one process, which megatron-core's layers ask for; yields their `Layout`."""
+    from megatron_ext.context_parallel.layout import init_layout, leave_layout  # most tests do without megatron-core
+
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
+        leave_layout()

@@ -309,8 +309,9 @@ class LongpitchModel(LongpitchPreTrainedModel):
 
 
 class LongpitchForCausalLM(LongpitchPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The language model. Its gates are hard, so the router does not train here."""
 
+    accepts_loss_kwargs = False  # the loss is a mean: a Trainer has to divide it by its accumulation steps itself
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LongpitchConfig):

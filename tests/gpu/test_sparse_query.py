@@ -129,7 +129,7 @@ def test_deterministic_gradients_have_the_same_bits_and_the_hopper_kernels_agree
     active, d_out = torch.rand(1, 4096, device="cuda") < 0.3, torch.randn_like(inputs["q"])
 
     def run(deterministic):
-        call = lambda **x: sparse_query_attention(**x, active=active, deterministic=deterministic)  # noqa: E731
+        call = lambda **x: sparse_query_attention(**x, active=active, deterministic=deterministic)  # noqa: E731 - named for its two uses
         return out_and_grads(call, inputs, d_out)
 
     first, second, fast = run(True), run(True), run(False)

@@ -83,7 +83,7 @@ def test_documents_are_as_if_alone(share):
     borders = torch.tensor([0, *sum(lengths, [])]).cumsum(0)
     for cu_seqlens in (borders.int(), borders[borders != 207].int()):
         packed = out_and_grads(
-            lambda **x: sparse_query_attention(**x, active=active, cu_seqlens=cu_seqlens),  # noqa: B023
+            lambda **x: sparse_query_attention(**x, active=active, cu_seqlens=cu_seqlens),  # noqa: B023 - called at once
             inputs,
             d_out,
         )
@@ -92,7 +92,7 @@ def test_documents_are_as_if_alone(share):
             opens = [None] * 9 if active is None else active[row : row + 1].split(lengths[row], 1)
             for n in range(len(lengths[row])):
                 one = {key: cut[key][n] for key in inputs}
-                alone = out_and_grads(lambda **x: sparse_query_attention(**x, active=opens[n]), one, cut["do"][n])  # noqa: B023
+                alone = out_and_grads(lambda **x: sparse_query_attention(**x, active=opens[n]), one, cut["do"][n])  # noqa: B023 - called at once
                 for key in packed:
                     torch.testing.assert_close(cut[key][n], alone[key], rtol=1e-10, atol=1e-12, msg=f"{key} {row} {n}")
 
@@ -146,7 +146,7 @@ def test_merged_pieces_are_the_whole(cuts):
 
     weight = torch.randn(B, N, H * D + H).double()
     got, want = (
-        out_and_grads(lambda **x: f(**x).where(positions[..., None] >= 0, 0), inputs, weight)  # noqa: B023
+        out_and_grads(lambda **x: f(**x).where(positions[..., None] >= 0, 0), inputs, weight)  # noqa: B023 - called at once
         for f in (pieces, whole)
     )
     for key in want:

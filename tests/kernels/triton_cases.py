@@ -256,7 +256,7 @@ def test_rows(order, key_start):
         return torch.cat([out.flatten(2), lse.where(lse > -torch.inf, 0)], 2)
 
     got, want = (
-        out_and_grads(lambda **x: call(**x, backend=backend), inputs, weight)  # noqa: B023
+        out_and_grads(lambda **x: call(**x, backend=backend), inputs, weight)  # noqa: B023 - called at once
         for backend in ("triton", "reference")
     )
     for name in want:

@@ -73,6 +73,8 @@ def runs(tmp_path_factory, shards) -> dict:
     one.append(job(folder, shards, "l2a micro 1", *settings("l2a", 1, 1), "train.micro_batch=1"))
     one.append(job(folder, shards, "l2a recomputed", *settings("l2a", 1, 1), "train.recompute=true"))
     one.append(job(folder, shards, "l2a free", *settings("l2a", 1, 1), "train.gate_penalty=0"))
+    closed = "model.attention.closed_layers=[0]"
+    one.append(job(folder, shards, "l2a closed", *settings("l2a", 1, 1), closed))
     one.append(job(folder, shards, "micro 1", *settings("freesolo", 1, 1), "train.micro_batch=1"))
     one.append(job(folder, shards, "micro 8", *settings("freesolo", 1, 1), "train.micro_batch=8"))
     one.append(job(folder, shards, "recomputed", *settings("freesolo_l", 1, 1), "train.recompute=true"))
@@ -118,6 +120,14 @@ def test_penalty_grows_from_the_warm_up_and_closes_gates(runs):
     assert run["losses"][:4] == free["losses"][:4] and run["losses"][6] != free["losses"][6]
     assert sum(run["open"][-1]) < sum(free["open"][-1])
     assert all(0 <= share <= 1 for shares in run["open"] for share in shares)
+
+
+def test_pruned_layers_count_neither_in_the_penalty_nor_as_another_layer(runs):
+    """One gate of two layers is left: the mean is over it alone, about p^2 = 1/4 at the first of 9 stairs."""
+    run = runs["l2a closed"]
+    assert 0.05 / 9 * 0.17 < run["aux"][3] < 0.05 / 9 * 0.35
+    assert all(shares[0] == 0 for shares in run["open"]) and run["open"][0][1] > 0.5
+    assert len(run["open"][0]) == len(runs["l2a alone"]["open"][0])
 
 
 def test_micro_batches_are_not_averaged_one_by_one(runs):

@@ -1,10 +1,8 @@
 """Only complete checkpoints count, the newest is the highest step, and a layout that cannot read one is told so."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -19,7 +17,6 @@ from megatron_ext.checkpoint import (
     read_facts,
     save,
 )
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 
 
 def step(folder: Path, name: str, mark: str | None = "{}") -> Path:
@@ -77,7 +74,7 @@ def test_find_refuses_what_is_not_complete(tmp_path, path):
 
 def test_read_facts(tmp_path):
     facts = {"step": 9, "tokens": 90, "layout": {"world": 1}, "model": {}}
-    assert read_facts(step(tmp_path, "step_9", json.dumps(facts))) == facts
+    assert read_facts(step(tmp_path, "step_9", json.dumps(facts))) == facts | {"tokenizer": None}
 
 
 @pytest.mark.parametrize("mark", ["", '{"step": 9', "step 9", None], ids=["empty", "cut", "no-json", "absent"])
@@ -177,15 +174,6 @@ class FileWriter:
             raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The groups of one process."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("RANK", None)
-        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
-        leave_layout()
-
-
 FACTS = {"tokens": 30, "layout": {"world": 1}, "model": {"kind": "m"}}
 
 
@@ -197,7 +185,7 @@ def save_step(alone, folder: Path, number: int, *, keep: int = 2, writer: FileWr
 def test_saved_checkpoint_is_complete(alone, tmp_path):
     saved = save_step(alone, tmp_path, 3)
     assert newest_complete(tmp_path) == saved == tmp_path / "step_3"
-    assert read_facts(saved) == {"step": 3} | FACTS
+    assert read_facts(saved) == {"step": 3, "tokenizer": None} | FACTS
     assert (saved / "random_rank_0.pt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
     assert not list(saved.rglob("*.partial"))

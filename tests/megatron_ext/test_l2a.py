@@ -1,22 +1,21 @@
 """The L2A layer: values and gradients of the vectors, and what holds when gates are all open, all closed or leak."""
 
-import os
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_ext.attention import SequenceContext, WindowAttention
-from megatron_ext.checkpoint import load_weights
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
+from megatron_ext.checkpoint import CheckpointError, load_weights
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from megatron_ext.router import Gates
 from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
 from tests.numerics import assert_close, load_vector
 
+pytestmark = pytest.mark.usefixtures("alone")
 VECTORS = ("l2a_layer", "l2a_layer_headdim", "l2a_layer_leak")
 MODEL = ModelConfig(
     num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, seq_length=60, qkv_bias=True,
@@ -25,15 +24,6 @@ MODEL = ModelConfig(
         kind="l2a", window=7, cell_size=4, query_block=8, top_k=3, retain=5, recent=2, leak_probability=0.0
     ),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """Groups of one process, which megatron-core's layers ask for."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("RANK", None)
-        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
-        leave_layout()
 
 
 # the vectors
@@ -269,12 +259,48 @@ def test_penalty_is_a_part_of_the_loss(kind):
     assert (1 in context.penalties) == (kind != "context_free")
 
 
+def load_from(source, source_config, model, config, path):
+    """`load_weights` from another model in memory."""
+    facts = {"model": asdict(source_config), "layout": {}}
+    with (
+        mock.patch("megatron_ext.checkpoint.stored_weights", lambda _path: source.state_dict()),
+        mock.patch("megatron_ext.checkpoint.read_facts", lambda _path: facts),
+    ):
+        load_weights(model, path, config)
+
+
+def other(**changes):
+    attention = {key: changes.pop(key) for key in ("kind", "closed_layers") if key in changes}
+    return replace(MODEL, **changes, attention=replace(MODEL.attention, **attention))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        pytest.param(other(num_layers=3), "num_layers is 3", id="more-layers"),
+        pytest.param(other(num_heads=MODEL.num_heads * 2, head_dim=4), "model.num_heads", id="cut-otherwise"),
+        pytest.param(other(norm_eps=1e-3), "norm_eps is 0.001", id="another-norm"),
+        pytest.param(other(closed_layers=[0]), "it has no decoder.layers.0.global_", id="pruned"),
+        pytest.param(other(kind="l2a_shared"), "it has no decoder.layers.0.global_attention", id="shared"),
+        pytest.param(other(kind="context_free"), "it has no decoder.layers.0.router.weight", id="no-router"),
+    ],
+)
+def test_weights_of_another_model_are_refused(theirs, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        load_from(build_model(theirs), theirs, build_model(MODEL), MODEL, tmp_path)
+
+
+def test_weights_without_a_place_are_refused(tmp_path):
+    for ours in (other(kind="dense"), other(closed_layers=[0]), other(kind="l2a_shared")):
+        with pytest.raises(CheckpointError, match="no place"):
+            load_from(build_model(MODEL), MODEL, build_model(ours), ours, tmp_path)
+
+
 def test_starts_from_a_dense_model(tmp_path):
     """LN_g starts as a copy of LN, the global attention as a copy of the local one, every gate open."""
     dense = build_model(replace(MODEL, attention=replace(MODEL.attention, kind="dense")))
     model = build_model(MODEL)
-    with mock.patch("megatron_ext.checkpoint.stored_weights", lambda _path: dense.state_dict()):
-        load_weights(model, tmp_path)
+    load_from(dense, replace(MODEL, attention=replace(MODEL.attention, kind="dense")), model, MODEL, tmp_path)
     layer, source = model.decoder.layers[0], dense.decoder.layers[0]
     for name, value in source.self_attention.named_parameters():
         assert torch.equal(dict(layer.self_attention.named_parameters())[name], value)

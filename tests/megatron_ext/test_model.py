@@ -1,14 +1,11 @@
 """The model obeys causality and document borders bit by bit, and its loss is that of its logits."""
 
-import os
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 from kernels.rope import rope_tables
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, slice_context
 from recipes.schema import ATTENTION_KINDS, ModelConfig
 from tests.megatron_ext.parity_program import MODEL, build, config
@@ -16,15 +13,6 @@ from tests.numerics import RTOL, assert_close
 
 LENGTHS = (1, 2, 7, 137)  # of the packed documents
 BORDERS = (1, 3, 4, 5, 15, 16, 17, 20, 31, 32, 33, 48, 63, 64, 65, 69)  # cells of 4, query blocks of 16, 70 tokens
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Groups of one process, which megatron-core's layers ask for."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("RANK", None)
-        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
-        leave_layout()
 
 
 def random_tokens(*shape: int) -> torch.Tensor:
@@ -161,6 +149,7 @@ def test_rows_of_a_batch_are_independent(alone, kind):
 def test_short_sequences(alone, kind, length):
     """Shorter than a cell or a query block: FreeSolo has nothing to read, so it is its window branch."""
     case = config(kind, 70, 20, False)
+    case = replace(case, attention=replace(case.attention, gate_threshold=0.0))  # every gate open
     model = build(case, alone)
     out = logits_of(model, case, random_tokens(2, length))
     assert out.shape == (2, length, MODEL.token_rows)

@@ -1,8 +1,6 @@
 """Every attention kind is the stock megatron-core layer with one slot changed, built with the recipe's constants."""
 
-import os
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -10,28 +8,19 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from megatron_ext.specs import CORE_ATTENTIONS, GLOBAL_ATTENTIONS, RecomputedL2ALayer, RecomputedLayer, layer_spec
 from recipes.schema import ATTENTION_KINDS, L2A_KINDS, AttentionConfig, ModelConfig
 
 ONE_LOOK = tuple(kind for kind in ATTENTION_KINDS if kind not in L2A_KINDS)
+pytestmark = pytest.mark.usefixtures("alone")
 MODEL = ModelConfig(
     num_layers=1, hidden_size=32, num_heads=4, ffn_size=48, vocab_size=64, seq_length=40,
     attention=AttentionConfig(
         window=9, cell_size=4, query_block=8, top_k=3, sigma=2.5, lam=0.3, retain=5, recent=2, eps=1e-6, alpha_init=0.7
     ),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """Groups of one process, which megatron-core's layers ask for."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("RANK", None)
-        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
-        leave_layout()
 
 
 def build(kind: str, **changes) -> LanguageModel:

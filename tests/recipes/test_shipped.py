@@ -1,13 +1,10 @@
 """Every recipe that ships loads without any setting, and those of the FreeSolo paper have its sizes and schedules."""
 
-import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import build_model, head_dim
 from recipes.load import accumulation_steps, load_recipe
 from recipes.schema import Recipe
@@ -32,15 +29,6 @@ PAPER = {
 @pytest.fixture(autouse=True)
 def no_data_root(monkeypatch):
     monkeypatch.delenv("DATA_ROOT", raising=False)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Groups of one process, which megatron-core's layers ask for."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("RANK", None)
-        yield init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60)
-        leave_layout()
 
 
 def shipped(name: str) -> Recipe:
