@@ -153,12 +153,12 @@ class Trainer:
             recompute=recipe.train.recompute,
             fused=layout.device.type == "cuda",
         )
-        if recipe.model.init_from and facts is None:
-            origin = checkpoint.find(recipe.model.init_from)
+        origin = checkpoint.find(recipe.model.init_from) if recipe.model.init_from and facts is None else None
+        if origin is not None:
             self._check_same_tokenizer(origin, checkpoint.read_facts(origin))
             checkpoint.load_weights(model, origin, recipe.model)
         train = recipe.train
-        return TrainEngine(
+        engine = TrainEngine(
             model,
             layout,
             optimizer_settings(recipe),
@@ -169,6 +169,9 @@ class Trainer:
             loss_chunk=train.loss_chunk,
             load_universal=self.universal,
         )
+        if origin is not None and dtype == torch.bfloat16:
+            checkpoint.load_masters(engine, origin)
+        return engine
 
     def _check_same_model(self, facts: dict) -> None:
         saved, ours = _flat(facts["model"]), _flat(model_facts(self.recipe.model))

@@ -7,7 +7,7 @@ of GPUs is read (a universal checkpoint).
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -263,14 +263,41 @@ def load_weights(model: LanguageModel, checkpoint: Path, config: ModelConfig) ->
     for name, own in ours.items():
         if own is None:
             continue
-        saved = state.get(name)
-        if saved is None and gates_are_new:
-            first = name.replace(".global_attention.", ".self_attention.")
-            saved = state.get(first.replace(".global_layernorm.", ".input_layernorm."))
+        saved = _start_of(name, state, gates_are_new)
         saved = None if saved is None else cut(name, saved, **ranks)
         _check_fit(checkpoint, name, own, saved, gates_are_new)
         if saved is not None:
             own.copy_(saved)
+
+
+def _start_of(name: str, state: Mapping[str, torch.Tensor], gates_are_new: bool) -> torch.Tensor | None:
+    """What a weight starts as: itself, or the first attention's where a second look is new."""
+    saved = state.get(name)
+    if saved is None and gates_are_new:
+        first = name.replace(".global_attention.", ".self_attention.")
+        saved = state.get(first.replace(".global_layernorm.", ".input_layernorm."))
+    return saved
+
+
+def load_masters(engine: TrainEngine, checkpoint: Path) -> None:
+    """After `load_weights` into a bf16 model: give the optimizer's fp32 copies what that rounded away.
+
+    Frozen weights have no such copy. Read one by one, so that nobody holds the model in fp32.
+    """
+    state = stored_weights(checkpoint)
+    gates_are_new = read_facts(checkpoint)["model"]["attention"]["kind"] not in L2A_KINDS
+    group = engine.layout.tensor_group
+    ranks = {"rank": group_rank(group), "ranks": group_size(group)}
+
+    def wide() -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for name, parameter in engine.model.named_parameters():
+            saved = _start_of(name, state, gates_are_new) if parameter.requires_grad else None
+            if saved is not None and saved.dtype != torch.bfloat16:
+                yield parameter, cut(name, saved, **ranks)
+
+    deepspeed_compat.set_masters(
+        engine.deepspeed, wide(), zero_stage=engine.zero_stage, group=engine.layout.data_context_group
+    )
 
 
 def _check_same_decoder(checkpoint: Path, saved: dict, config: ModelConfig) -> None:

@@ -11,14 +11,14 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank
+from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank, group_size
 from megatron_ext.model import LanguageModel
 
 UNIVERSAL_SUFFIX = "_universal"
@@ -138,6 +138,33 @@ def stage0_grad_norm(model: nn.Module, tensor_group: Group) -> float:
         if parameter.grad is not None and not (shared and group_rank(tensor_group) > 0):
             total += parameter.grad.double().square().sum()
     return all_reduce(total, tensor_group, "grad_norm").sqrt().item()
+
+
+@torch.no_grad()
+def set_masters(engine, values: Iterable[tuple[nn.Parameter, torch.Tensor]], *, zero_stage: int, group: Group) -> None:
+    """Set this rank's part of the fp32 copies that the optimizer keeps of bf16 parameters.
+
+    DeepSpeed makes them from the bf16 parameters, however the model was built.
+
+    Args:
+        values: parameters that train, each with its whole value in a wider dtype.
+        group: the ranks that share the state.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    whole = {}  # stage 0: parameter -> its copy
+    if zero_stage == 0:
+        for low, high in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+            whole |= dict(zip(map(id, low), high, strict=True))
+    for parameter, value in values:
+        if zero_stage == 0:
+            whole[id(parameter)].copy_(value)
+        elif zero_stage < 3:
+            safe_set_full_fp32_param(parameter, value)
+        else:  # DeepSpeed's own function for whole values forgets that the last rank's part is padded
+            size = parameter.ds_tensor.numel()
+            padded = nn.functional.pad(value.flatten(), (0, size * group_size(group) - value.numel()))
+            safe_set_local_fp32_param(parameter, padded.narrow(0, size * group_rank(group), size))
 
 
 def convert_to_universal(checkpoint: Path, tag: str) -> str:

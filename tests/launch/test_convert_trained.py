@@ -20,17 +20,33 @@ from tests.launch.hugging_face_models import FAMILIES, write_model
 
 FROZEN = r"train.freeze=['mlp\.']"
 WINDOW = "model.attention.window=9"
-# name -> family, kind, overrides of the import, ZeRO stage, tensor-parallel ranks; those of one layout side by side
-CASES = {
-    "dense qwen3": ("qwen3-wide-heads", "dense", ["model.vocab_size=320"], 3, 1),
-    "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW], 3, 1),
-    "l2a pruned": ("qwen3-wide-heads", "l2a", [WINDOW, "model.attention.closed_layers=[1]"], 3, 1),
-    "l2a z1": ("qwen2-tied", "l2a", [WINDOW, "model.vocab_size=320"], 1, 1),
-    "l2a tp2 z0": ("qwen2-tied", "l2a", [WINDOW, "model.vocab_size=320"], 0, 2),
-    "l2a tp2 z1": ("qwen2-tied", "l2a", [WINDOW, "model.vocab_size=320"], 1, 2),
-    "dense tp2 z3": ("llama", "dense", [], 3, 2),
+PADDED = "model.vocab_size=320"
+# name -> family, kind, overrides of the import
+IMPORTS = {
+    "dense qwen3": ("qwen3-wide-heads", "dense", [PADDED]),
+    "dense qwen2": ("qwen2-tied", "dense", [WINDOW, PADDED]),
+    "dense llama": ("llama", "dense", []),
+    "l2a qwen2": ("qwen2-tied", "l2a", [WINDOW, PADDED]),
+    "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW]),
+    "l2a pruned": ("qwen3-wide-heads", "l2a", [WINDOW, "model.attention.closed_layers=[1]"]),
 }
-STILL = ("dense qwen3", "l2a pruned", "l2a z1", "l2a tp2 z1")  # of which a run without learning is made besides
+# what is trained, ZeRO stage, tensor-parallel ranks
+MOVED = [
+    ("dense qwen3", 3, 1), ("l2a qwen2.5", 3, 1), ("l2a pruned", 3, 1), ("l2a qwen2", 1, 1),
+    ("l2a qwen2", 0, 2), ("l2a qwen2", 1, 2), ("dense llama", 3, 2),
+]  # fmt: skip
+# and what runs without learning, in which precision
+STILL = [
+    ("dense qwen3", 3, 1, "fp32"), ("l2a pruned", 3, 1, "bf16"), ("l2a qwen2", 0, 1, "bf16"),
+    ("l2a qwen2", 1, 1, "bf16"), ("dense qwen2", 2, 1, "bf16"), ("l2a qwen2", 1, 2, "fp32"),
+    ("l2a qwen2", 3, 2, "bf16"),
+]  # fmt: skip
+NEW_LOOK = ("dense qwen2", 2, 1, "bf16")  # becomes an L2A model only when its training starts
+
+
+def run_name(*case) -> str:
+    """Of a case in MOVED or STILL; also its run directory."""
+    return "-".join(map(str, case)).replace(" ", "-")
 
 
 def settings_of(run: Path) -> list[str]:
@@ -44,43 +60,64 @@ def settings_of(run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> dict:
-    """Imported models trained on two ranks in one launch: `still` with learning rate 0, `moved` for three steps."""
+    """Imported models trained on two ranks in one launch, for three steps or with learning rate 0."""
     folder = tmp_path_factory.mktemp("trained")
-    jobs = []
-    for name, (family, kind, overrides, stage, tensor) in CASES.items():
+    imported = {}
+    for name, (family, kind, overrides) in IMPORTS.items():
         source = write_model(folder / name, FAMILIES[family])
-        run = import_model(source, folder / f"{name}-imported", kind, overrides)
-        layout = [f"parallel.zero_stage={stage}", f"parallel.tensor={tensor}"]
-        common = [*settings_of(run), f"data.shards={shards}", *layout, FROZEN]
-        still = [f"run_dir={folder / name}-still", "train.lr=0", "train.min_lr=0", "train.steps=1"]
-        moved = [f"run_dir={folder / name}-moved", "train.steps=4", "train.recall_beta=0"]
-        if name in STILL:
-            jobs += [{"name": f"{name}-still", "settings": [*common, *still]}]
-        jobs += [{"name": f"{name}-moved", "settings": [*common, *moved]}]
+        imported[name] = import_model(source, folder / f"{name}-imported", kind, overrides)
+    still = ["train.lr=0", "train.min_lr=0", "train.steps=1"]
+    moved = ["train.steps=4", "train.recall_beta=0"]
+    jobs = []
+    for case in sorted([*MOVED, *STILL], key=lambda case: case[2]):  # those of one layout side by side
+        name, stage, tensor, *precision = case
+        layout = [f"parallel.zero_stage={stage}", f"parallel.tensor={tensor}", f"data.shards={shards}"]
+        settings = [*settings_of(imported[name]), *layout, f"run_dir={folder / run_name(*case)}", FROZEN]
+        settings += [*still, f"train.precision={precision[0]}"] if precision else moved
+        if case == NEW_LOOK:
+            settings.append("model.attention.kind=l2a")
+        jobs.append({"name": run_name(*case), "settings": settings})
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     return run_ranks("tests.launch.train_program", 2, str(path)) | {"folder": folder}
 
 
-def export(trained: dict, name: str, tmp_path: Path) -> Path:
-    return export_model(trained["folder"] / name, tmp_path / "out")
+def export(trained: dict, case: tuple, tmp_path: Path) -> Path:
+    return export_model(trained["folder"] / run_name(*case), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", STILL)
-def test_start_weights_come_back_bit_for_bit(trained, tmp_path, name):
-    got, want = StoredWeights(export(trained, f"{name}-still", tmp_path)), StoredWeights(trained["folder"] / name)
+@pytest.mark.parametrize("case", STILL, ids=lambda case: run_name(*case))
+def test_start_weights_come_back_bit_for_bit(trained, tmp_path, case):
+    """In a bf16 run too: the optimizer starts from full precision, and only what is frozen is rounded."""
+    name, stage, _, precision = case
+    got, want = StoredWeights(export(trained, case, tmp_path)), StoredWeights(trained["folder"] / name)
     assert {key for key in got if "global_" not in key and "router" not in key} == set(want)
     for key, value in got.items():
         original = key.replace("global_attn", "self_attn").replace("global_layernorm", "input_layernorm")
-        assert value.numel() > 0
-        assert not value.any() if "router" in key else torch.equal(value, want[original]), key
+        start = torch.zeros_like(value) if "router" in key else want[original]
+        if precision == "bf16" and (".mlp." in key or stage == 0):
+            start = start.bfloat16().to(value.dtype)
+        assert value.numel() > 0 and torch.equal(value, start), key
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_path, name):
-    found = trained[f"{name}-moved"]
+def test_stage_0_starts_from_full_precision_too(trained):
+    """Its checkpoint has the weights as they trained, and beside them the optimizer's copies."""
+    folder = trained["folder"]
+    state = folder / run_name(*next(case for case in STILL if case[1] == 0)) / "checkpoints/step_1/state"
+    groups = torch.load(state / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]["fp32_groups"]
+    masters = [master for group in groups for master in group]
+    want = StoredWeights(folder / "l2a qwen2")
+    for key in ("model.layers.1.self_attn.o_proj.weight", "model.layers.0.input_layernorm.weight"):
+        assert not torch.equal(want[key], want[key].bfloat16().float())
+        same = [master for master in masters if master.shape == want[key].shape and torch.equal(master, want[key])]
+        assert len(same) == 2, key  # the second attention starts as a copy of the first
+
+
+@pytest.mark.parametrize("case", MOVED, ids=lambda case: run_name(*case))
+def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_path, case):
+    found = trained[run_name(*case)]
     assert found["losses"][-1] < found["losses"][0]
-    folder = export(trained, f"{name}-moved", tmp_path)
+    folder = export(trained, case, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     if hasattr(model.config, "closed_layers"):
         assert all(layer.router.weight.any() for layer in model.model.layers if layer.has_global)
