@@ -4,7 +4,7 @@ import json
 import math
 import resource
 import sys
-import time
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,20 +21,18 @@ from recipes.schema import L2A_KINDS, ModelConfig
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
-def flops_per_token(model: ModelConfig, open_fraction: float = 1.0) -> float:
-    """Forward and backward FLOP of one token: 6 per weight that multiplies, 12 per attended token and width.
+def flops_per_token(model: ModelConfig, open_fraction: float = 1.0, frozen: Collection[str] = ()) -> float:
+    """Forward and backward FLOP of one token, recomputation not counted.
+
+    6 per weight that multiplies: 2 forward, 2 for the gradient of what it multiplies, 2 for its own. A frozen weight
+    needs no gradient of its own and counts 4, since gradients pass through it to what trains below. 12 per attended
+    token and width of head.
 
     Args:
         open_fraction: L2A kinds: share of the queries that look back, the mean over all layers.
+        frozen: names of the parameters that do not train.
     """
-    width = head_dim(model)
-    kv_heads = model.num_kv_heads or model.num_heads
-    attention = model.attention
-    # a second look has its own multiplications by q, k, v and o, where it was not pruned
-    looks = 1 + (attention.kind in L2A_KINDS) * (1 - len(attention.closed_layers) / model.num_layers)
-    projections = looks * model.hidden_size * width * (2 * model.num_heads + 2 * kv_heads)
-    per_layer = projections + 3 * model.hidden_size * model.ffn_size
-    weights = model.num_layers * per_layer + model.vocab_size * model.hidden_size
+    width, attention = head_dim(model), model.attention
     window = min(attention.window + 1, model.seq_length / 2)
     attended = {
         "dense": model.seq_length / 2,
@@ -46,7 +44,27 @@ def flops_per_token(model: ModelConfig, open_fraction: float = 1.0) -> float:
         "context_free": window + attention.open_probability * model.seq_length / 2,
         "l2a_freesolo": window + open_fraction * attention.top_k * attention.cell_size,
     }[attention.kind]
-    return 6.0 * weights + 12.0 * model.num_layers * model.num_heads * width * attended
+    weights = sum((4.0 if name in frozen else 6.0) * size for name, size in multiplied_weights(model).items())
+    return weights + 12.0 * model.num_layers * model.num_heads * width * attended
+
+
+def multiplied_weights(model: ModelConfig) -> dict[str, int]:
+    """How many weights of each large matrix multiply one token, by parameter name; those used twice count twice."""
+    q, kv = (heads * head_dim(model) for heads in (model.num_heads, model.num_kv_heads or model.num_heads))
+    looks = {"linear_qkv": model.hidden_size * (q + 2 * kv), "linear_proj": q * model.hidden_size}
+    found = {}
+    for layer in range(model.num_layers):
+        prefix = f"decoder.layers.{layer}."
+        second = model.attention.kind in L2A_KINDS and layer not in model.attention.closed_layers
+        shared = second and model.attention.kind == "l2a_shared"
+        for name, size in looks.items():
+            found[f"{prefix}self_attention.{name}.weight"] = size * (2 if shared else 1)
+            if second and not shared:
+                found[f"{prefix}global_attention.{name}.weight"] = size
+        found[f"{prefix}mlp.linear_fc1.weight"] = 2 * model.hidden_size * model.ffn_size
+        found[f"{prefix}mlp.linear_fc2.weight"] = model.hidden_size * model.ffn_size
+    output = "embedding.word_embeddings" if model.tie_embeddings else "output_layer"
+    return found | {f"{output}.weight": model.vocab_size * model.hidden_size}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -73,18 +91,32 @@ def _short(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
-def gate_picture(gates: list[tuple[int, list[float]]]) -> Figure:
-    """The open fraction of every layer (rows) over the logged steps (columns), as brightness from 0 to 1."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    steps, by_step = zip(*gates, strict=True)
+# figure of a record -> what its panel says, and its brightest value (None: the largest there is)
+PANELS = {"open_fraction": ("Share of queries that look back", 1.0), "router_norm": ("Norm of the router", None)}
+
+
+def gate_picture(records: list[dict]) -> Figure:
+    """The gates of every layer (rows) over the logged steps (columns): open fraction, and norm where a router learns.
+
+    Args:
+        records: "step" and the figures of PANELS, each a list with one number a layer.
+    """
+    panels = [name for name in PANELS if name in records[-1]]
+    figure = Figure(figsize=(8, 4 * len(panels)), layout="constrained")
+    steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
-    layers = [number + 0.5 for number in range(len(by_step[0]) + 1)]
-    image = axes.pcolormesh(edges, layers, list(zip(*by_step, strict=True)), vmin=0, vmax=1)
-    axes.set(xlabel="step", ylabel="layer", title="Share of queries that look back")
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image)
+    for name, axes in zip(panels, figure.subplots(len(panels), squeeze=False).flat, strict=True):
+        title, brightest = PANELS[name]
+        by_layer = list(zip(*(record[name] for record in records), strict=True))
+        layers = [number + 0.5 for number in range(len(by_layer) + 1)]
+        figure.colorbar(axes.pcolormesh(edges, layers, by_layer, vmin=0, vmax=brightest))
+        axes.set(xlabel="step", ylabel="layer", title=title)
+        axes.yaxis.get_major_locator().set_params(integer=True)
     return figure
+
+
+def _gates_of(record: dict) -> dict:
+    return {name: record[name] for name in ("step", *PANELS) if name in record}
 
 
 class MetricsWriter:
@@ -97,15 +129,9 @@ class MetricsWriter:
             total=steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 20.0,
         )  # fmt: skip
-        self._log_interval, self._last = log_interval, time.perf_counter()
-        self._gates = [(one["step"], one["open_fraction"]) for one in read_metrics(metrics) if "open_fraction" in one]
+        self._log_interval = log_interval
+        self._gates = [_gates_of(one) for one in read_metrics(metrics) if "open_fraction" in one]
         self._drawn = 0  # step of the last picture
-
-    def elapsed(self) -> float:
-        """Seconds since the last call."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
 
     def write(self, record: dict) -> None:
         """Append one step's record."""
@@ -117,7 +143,7 @@ class MetricsWriter:
                 if name != "step" and value is not None:
                     self._scalar(name, value, record["step"])
         if "open_fraction" in record:
-            self._gates.append((record["step"], record["open_fraction"]))
+            self._gates.append(_gates_of(record))
         if "heldout_loss" in record:
             self._draw_gates()
         self._bar.set_postfix_str(f"loss {_short(record['loss'])} lr {record['lr']:.2e}", refresh=False)
@@ -131,10 +157,10 @@ class MetricsWriter:
             self._board.add_scalar(name, value, step)
 
     def _draw_gates(self) -> None:
-        """Picture of the open fraction, layer x step: one in TensorBoard, that of the last step so far."""
-        if self._gates and self._gates[-1][0] != self._drawn:
-            self._drawn = self._gates[-1][0]
-            self._board.add_figure("open_fraction", gate_picture(self._gates), self._gates[-1][0])
+        """Picture of the gates, layer x step: one in TensorBoard, that of the last step so far."""
+        if self._gates and self._gates[-1]["step"] != self._drawn:
+            self._drawn = self._gates[-1]["step"]
+            self._board.add_figure("gates", gate_picture(self._gates), self._drawn)
 
     def say(self, sentence: str) -> None:
         """Print above the progress line."""

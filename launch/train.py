@@ -253,7 +253,7 @@ class Trainer:
         measured = self._measured(inputs)
         if "open_fraction" in measured:
             self.open_fraction = sum(measured["open_fraction"]) / len(measured["open_fraction"])
-        flops = flops_per_token(recipe.model, self.open_fraction)
+        flops = flops_per_token(recipe.model, self.open_fraction, self.engine.frozen)
         record = {
             "step": self.step,
             "loss": result.loss,

@@ -144,7 +144,7 @@ class TrainEngine:
     ):
         self.layout, self.settings, self.zero_stage = layout, settings, zero_stage
         self.accumulation, self.loss_chunk = accumulation, loss_chunk
-        freeze_parameters(model, settings.freeze, settings.train_only)
+        self.frozen = frozenset(freeze_parameters(model, settings.freeze, settings.train_only))  # names
         self.gates = sum(isinstance(module, Router) for module in model.modules())  # pruned layers have none
         model.to(layout.device)
         optimizer, scheduler = _optimizer(model, settings, layout.device)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from launch.conversion import export_model, import_model, one_process
 from launch.generate import greedy, load_model, next_token_logits
-from launch.run_directory import model_of
+from launch.run_directory import find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.weights import StoredWeights
 from recipes.load import read_model
@@ -103,7 +103,7 @@ def continued(model, tokens: torch.Tensor, **options) -> torch.Tensor:
 
 
 def test_generate(pair):
-    """transformers' generate with cache, without, and our own greedy continuation give the same tokens."""
+    """transformers' generate with cache, without, our own greedy continuation and one whole forward agree."""
     run, folder = pair
     model, tokens = load(folder), some_tokens(30, 1)
     cached = continued(model, tokens)
@@ -114,6 +114,7 @@ def test_generate(pair):
         for _ in range(20):
             mine.append(int(next_token_logits(own, config, mine).argmax()))
     assert cached[0].tolist() == mine
+    assert our_logits(run, torch.tensor([mine]))[0, 29:-1].argmax(dim=-1).tolist() == mine[30:]
     beams = continued(model, tokens, num_beams=3)
     assert torch.equal(beams, continued(model, tokens, num_beams=3, use_cache=False))
 
@@ -168,9 +169,18 @@ def test_config_and_round_trips(pair, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).local_window == WINDOW
 
 
-def test_our_generate_reads_it(pair):
-    (text,) = greedy(pair[0], ["every word"], 3)
-    assert text.startswith("every word")
+def test_our_generate_says_what_the_whole_forward_says(pair):
+    """`longpitch generate` as text, against the most likely token after every prefix of what it wrote."""
+    run, prompt = pair[0], "every word is made of letters"
+    tokenizer = AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
+    tokens = start = tokenizer.encode(prompt, add_special_tokens=False)
+    for _ in range(6):
+        logits = our_logits(run, torch.tensor([tokens]))[0, -1]
+        tokens = [*tokens, int(logits.argmax())]
+    whole = our_logits(run, torch.tensor([tokens]))[0].argmax(dim=-1).tolist()
+    assert whole[len(start) - 1 : -1] == tokens[len(start) :]
+    assert tokenizer.eos_token_id not in tokens
+    assert greedy(run, [prompt], 6) == [tokenizer.decode(tokens)]
 
 
 @pytest.mark.parametrize("kind", ["context_free", "l2a_freesolo"])

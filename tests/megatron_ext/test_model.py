@@ -7,7 +7,7 @@ import torch
 
 from kernels.rope import rope_tables
 from megatron_ext.model import LanguageModel, slice_context
-from recipes.schema import ATTENTION_KINDS, ModelConfig
+from recipes.schema import ATTENTION_KINDS, L2A_KINDS, ModelConfig
 from tests.megatron_ext.parity_program import MODEL, build, config
 from tests.numerics import RTOL, assert_close
 
@@ -19,10 +19,23 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(MODEL.token_rows, shape)
 
 
-def logits_of(model: LanguageModel, case: ModelConfig, tokens: torch.Tensor, starts=None) -> torch.Tensor:
+def logits_of(
+    model: LanguageModel, case: ModelConfig, tokens: torch.Tensor, starts=None, *, penalty: float = 0.0
+) -> torch.Tensor:
     """Logits of whole sequences; `starts` is the first position of each token's document."""
     starts = torch.zeros_like(tokens) if starts is None else starts
-    return model(tokens, slice_context(case, starts, start=0, length=tokens.shape[1]))
+    context = slice_context(case, starts, start=0, length=tokens.shape[1])
+    context.penalty_scale = penalty
+    return model(tokens, context)
+
+
+def watch_gates(model: LanguageModel) -> list[torch.Tensor]:
+    """Which gates [T, B] open in the runs of `model` from now on, layer by layer; empty for kinds without gates."""
+    seen: list[torch.Tensor] = []
+    for layer in model.decoder.layers:
+        if hasattr(layer, "router"):
+            layer.router.register_forward_hook(lambda _module, _inputs, gates: seen.append(gates.is_open))
+    return seen
 
 
 def gradients(model: LanguageModel, scalar: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,21 +58,28 @@ def document_case(kind: str, **changes) -> ModelConfig:
     return replace(case, attention=replace(case.attention, **changes))
 
 
-@pytest.mark.parametrize("kind", ["dense", "swa"])
-def test_packed_documents_equal_each_alone(alone, kind):
-    case = document_case(kind)
+@pytest.mark.parametrize(
+    ("kind", "leak"), [("dense", 0.0), ("swa", 0.0), ("l2a", 0.0), ("l2a", 1.0), ("l2a_shared", 0.5)]
+)
+def test_packed_documents_equal_each_alone(alone, kind, leak):
+    """With L2A's penalty in the gradient, some gates open and some closed, and with layers that leak."""
+    case = document_case(kind, leak_probability=leak)
     model = build(case, alone)
     tokens, starts = packed()
     d_logits = torch.randn(1, tokens.shape[1], MODEL.token_rows, dtype=torch.float64)
-    together = logits_of(model, case, tokens, starts)
-    apart = torch.cat([logits_of(model, case, document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+    open_gates = watch_gates(model)
+    together = logits_of(model, case, tokens, starts, penalty=0.02)
+    assert len(open_gates) == (MODEL.num_layers if kind in L2A_KINDS else 0)
+    assert all(0.1 < gates.double().mean() < 0.9 for gates in open_gates)
+    alone_logits = [logits_of(model, case, document, penalty=0.02) for document in tokens.split(LENGTHS, dim=1)]
+    apart = torch.cat(alone_logits, dim=1)
     assert_close("logits", together, apart, rtol=RTOL[torch.float64])
     want = gradients(model, (apart * d_logits).sum())
     for name, got in gradients(model, (together * d_logits).sum()).items():
         assert_close(name, got, want[name], rtol=RTOL[torch.float64])
 
 
-@pytest.mark.parametrize("kind", ["dense", "swa"])
+@pytest.mark.parametrize("kind", ["dense", "swa", "l2a"])
 def test_without_the_mask_documents_see_each_other(alone, kind):
     case = document_case(kind, document_mask=False)
     model = build(case, alone)
