@@ -91,6 +91,22 @@ def generate(
         typer.echo(text + "\n" + "-" * 20)
 
 
+@app.command("eval", epilog="Example: longpitch eval runs/l2a model.attention.gate_threshold=0.7")
+def evaluate(
+    run: RunPath,
+    sequences: Annotated[int, typer.Option(help="held-out sequences to measure on, at most", min=1)] = 32,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda")] = "auto",
+    overrides: ModelOverrides = None,
+) -> None:
+    """Held-out loss of a run, and how often each layer looks back; the gates' threshold may be moved."""
+    from launch.evaluate import evaluate as measure
+
+    found = measure(run, sequences=sequences, device=device, overrides=overrides)
+    for layer, share in found.open_fraction.items():
+        typer.echo(f"layer {layer:3d}: gate open for {share:7.2%}")
+    typer.echo(f"loss on {found.tokens:,} held-out tokens: {found.loss:.4f}")
+
+
 @app.command(epilog="Example: longpitch report runs/quickstart --out loss.png")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],

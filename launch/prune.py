@@ -11,13 +11,13 @@ import torch
 
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress, write_recipe
+from launch.evaluate import load_for_measuring, measure
 from launch.run_directory import find_shards, find_tokenizer, model_of
 from launch.train import model_facts
 from megatron_ext import checkpoint
-from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.hugging_face.config import EXPORTED_L2A
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
-from megatron_ext.model import LanguageModel, build_model, head_dim, slice_context, weight_shapes
+from megatron_ext.model import LanguageModel, head_dim, weight_shapes
 from megatron_ext.router import Router
 from megatron_ext.weights import new_folder
 from recipes.load import RecipeError, override_model
@@ -66,7 +66,7 @@ def prune(
     shards = find_shards(home)
     reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
     with new_folder(out) as folder, one_process(device):
-        language_model = _load(model, step, device)
+        language_model = load_for_measuring(model, step, device)
         found = _measure(language_model, model, reader, min_closed)
         smaller = replace(model, attention=replace(model.attention, closed_layers=found.closed_layers))
         copy_tokenizer(find_tokenizer(home), folder / "tokenizer")
@@ -79,17 +79,9 @@ def prune(
     return found
 
 
-def _load(model: ModelConfig, step: Path, device: str) -> LanguageModel:
-    """The whole model on one device: bf16 on a GPU, fp32 on a CPU."""
-    chosen = pick_device(device)
-    dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
-    built = build_model(model, dtype=dtype, fused=chosen.type == "cuda")
-    checkpoint.load_weights(built, step, model)
-    return built.eval().to(chosen, dtype)  # megatron-core builds norms in fp32
-
-
 def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_closed: float) -> Pruned:
-    opened, loss_before = _pass(built, model, reader)
+    before = measure(built, model, reader)
+    opened = before.open_fraction
     if not opened:
         raise ValueError("the model has no layer that looks back any more; there is nothing left to prune")
     closed = sorted(layer for layer, share in opened.items() if 1 - share >= min_closed)
@@ -103,34 +95,15 @@ def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_c
         router = built.decoder.layers[layer].router
         assert isinstance(router, Router)
         router.threshold = NEVER
-    _, loss_after = _pass(built, model, reader)
+    after = measure(built, model, reader)
     per_layer = 2 * (model.num_kv_heads or model.num_heads) * head_dim(model) * torch.bfloat16.itemsize
     return Pruned(
         open_fraction=opened,
         closed_layers=sorted({*model.attention.closed_layers, *closed}),
-        tokens=reader.num_sequences * reader.seq_length,
-        loss_before=loss_before,
-        loss_after=loss_after,
+        tokens=before.tokens,
+        loss_before=before.loss,
+        loss_after=after.loss,
         bytes_before=per_layer * len(opened),
         bytes_after=per_layer * (len(opened) - len(closed)),
         window_bytes=per_layer * model.num_layers * model.attention.window,
     )
-
-
-@torch.no_grad()
-def _pass(built: LanguageModel, model: ModelConfig, reader: EvalReader) -> tuple[dict[int, float], float]:
-    """Open fraction by layer (from 0), and mean loss, over all sequences."""
-    device = next(built.parameters()).device
-    opened: dict[int, torch.Tensor] = {}
-    loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-    for batch in show_progress(reader, "measure"):
-        tokens, labels, weights, starts = (
-            x.to(device) for x in (batch.tokens, batch.labels, batch.weights, batch.doc_starts)
-        )
-        context = slice_context(model, starts, start=0, length=tokens.shape[1], measure=True)
-        loss += built(tokens, context, labels, weights).double()
-        weight += weights.double().sum()
-        for number, figure in context.measured.get("open_fraction", {}).items():
-            opened[number - 1] = opened.get(number - 1, 0) + figure
-    shares = {layer: (figure[0] / figure[1]).item() for layer, figure in sorted(opened.items())}
-    return shares, (loss / weight).item()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.heldout import EvalReader
 from launch.conversion import export_model, import_model
+from launch.evaluate import evaluate
 from launch.run_directory import model_of
 from megatron_ext.weights import StoredWeights
 from tests.distributed import run_ranks
@@ -117,6 +118,8 @@ def test_stage_0_starts_from_full_precision_too(trained):
 def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_path, case):
     found = trained[run_name(*case)]
     assert found["losses"][-1] < found["losses"][0]
+    measured = evaluate(trained["folder"] / run_name(*case), sequences=4, device="cpu")
+    assert measured.loss == pytest.approx(found["heldout"], rel=1e-5)
     folder = export(trained, case, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     if hasattr(model.config, "closed_layers"):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from launch.conversion import export_model, import_model
+from launch.evaluate import evaluate
 from launch.generate import greedy
 from launch.prune import prune
 from launch.run_directory import model_of
@@ -77,6 +78,26 @@ def test_pruned_model_exports(run, tmp_path):
     assert_close("cached", model(tokens[:, 30:], past_key_values=cache).logits, want[:, 30:], rtol=1e-5)
     again = import_model(folder, tmp_path / "again", model_of(run).attention.kind, [])
     assert_close("imported again", our_logits(again, tokens), want, rtol=1e-6)
+
+
+def test_held_out_loss_at_a_threshold(run, tmp_path):
+    """0 opens every gate, 1 none of these: what is left then is the model whose layers are all pruned."""
+
+    def at(threshold: float):
+        moved = [f"model.attention.gate_threshold={threshold}"]
+        return evaluate(run, sequences=4, device="cpu", overrides=moved)
+
+    own, shut = evaluate(run, sequences=4, device="cpu"), at(0.6)
+    assert own == at(0.5) and own.tokens == 4 * 80
+    found = prune(run, tmp_path / "pruned", min_closed=1e-9, sequences=4, device="cpu", overrides=SHUT)
+    assert (shut.loss, shut.open_fraction) == (found.loss_before, found.open_fraction)
+    every, never = at(0.0), at(1.0)
+    assert set(every.open_fraction.values()) == {1.0} and set(never.open_fraction.values()) == {0.0}
+    assert never.loss == pytest.approx(found.loss_after, rel=1e-6)
+    assert len({round(one.loss, 5) for one in (every, own, shut, never)}) == 4
+    done = CliRunner().invoke(app, ["eval", str(run), "--sequences", "4", "--device", "cpu", *SHUT])
+    assert done.exit_code == 0, done.output
+    assert "layer   0: gate open for   0.00%" in done.output and f"320 held-out tokens: {shut.loss:.4f}" in done.output
 
 
 def test_share_decides(run, tmp_path):

@@ -1,0 +1,72 @@
+"""Held-out loss of a trained model, and how often its gates open, at the threshold it has or at another."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data_prep.heldout import EvalReader
+from launch.conversion import one_process, show_progress
+from launch.run_directory import find_shards, model_of
+from megatron_ext import checkpoint
+from megatron_ext.context_parallel.layout import pick_device
+from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.load import check_model, override_model
+from recipes.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a pass over held-out sequences finds."""
+
+    loss: float  # nats per token
+    tokens: int
+    open_fraction: dict[int, float]  # layer (from 0) -> share of tokens whose gate is open, of the layers with a gate
+
+
+def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list[str] | None = None) -> Measured:
+    """Measure the newest checkpoint of `run` (or the one it names) on the held-out shards of its recipe.
+
+    Args:
+        sequences: held-out sequences, at most.
+        device: auto, cpu or cuda.
+        overrides: `model.key=value`, such as another gate_threshold.
+
+    Raises:
+        ValueError: no complete checkpoint, no held-out shards, or overrides that do not fit the weights.
+    """
+    step = checkpoint.find(run)
+    home = step.parent.parent
+    model = override_model(model_of(home), overrides or [])
+    check_model(model)
+    reader = EvalReader(find_shards(home), micro_batch=1, max_sequences=sequences)
+    with one_process(device):
+        return measure(load_for_measuring(model, step, device), model, reader)
+
+
+def load_for_measuring(model: ModelConfig, step: Path, device: str) -> LanguageModel:
+    """The whole model on one device: bf16 on a GPU, fp32 on a CPU."""
+    chosen = pick_device(device)
+    dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
+    built = build_model(model, dtype=dtype, fused=chosen.type == "cuda")
+    checkpoint.load_weights(built, step, model)
+    return built.eval().to(chosen, dtype)  # megatron-core builds norms in fp32
+
+
+@torch.no_grad()
+def measure(built: LanguageModel, model: ModelConfig, reader: EvalReader) -> Measured:
+    """One pass over all sequences of `reader`."""
+    device = next(built.parameters()).device
+    opened: dict[int, torch.Tensor] = {}
+    loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    for batch in show_progress(reader, "measure"):
+        tokens, labels, weights, starts = (
+            x.to(device) for x in (batch.tokens, batch.labels, batch.weights, batch.doc_starts)
+        )
+        context = slice_context(model, starts, start=0, length=tokens.shape[1], measure=True)
+        loss += built(tokens, context, labels, weights).double()
+        weight += weights.double().sum()
+        for number, figure in context.measured.get("open_fraction", {}).items():
+            opened[number - 1] = opened.get(number - 1, 0) + figure
+    shares = {layer: (figure[0] / figure[1]).item() for layer, figure in sorted(opened.items())}
+    return Measured((loss / weight).item(), reader.num_sequences * reader.seq_length, shares)
