@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_tools import dot, padded_dim, rotate_pair, token_strides
+from kernels.triton_tools import cdiv, dot, next_power_of_2, padded_dim, rotate_pair, token_strides
 
 NEVER = tl.constexpr(2**30)
 TILE = 64  # pairs that one step of the readout takes; the pairs of each cell start at a multiple of it
@@ -418,7 +418,7 @@ def prepare(
     mean, priority = summaries or (k, k)
     cos, sin = rope or (k, k)
     q_out, k_out = rotated or (k, k)
-    _prepare_kernel[(triton.cdiv(T, cell_size) * len(heads),)](
+    _prepare_kernel[(cdiv(T, cell_size) * len(heads),)](
         q, k, cos, sin, q_out, k_out, mean, priority, *token_strides(q), *strides,
         cos.stride(0) if cos.dim() == 3 else 0, T, N, G, heads.start, mean.stride(0),
         R=R, D=D, HP=padded_dim(D) // 2, S=cell_size, PARTS=mean_parts(k.dtype),
@@ -434,9 +434,9 @@ def empty_summaries(k: Tensor, BG: int, N: int) -> tuple[Tensor, Tensor]:
 
 def select_config(dtype: torch.dtype, query_block: int, pool: int) -> dict[str, int]:
     """Queries and candidates that one step of the ranking compares; REST is what is left of a pool of `pool` cells."""
-    BM = min(64 if dtype == torch.float32 or not pool else 128, max(16, triton.next_power_of_2(query_block)))
+    BM = min(64 if dtype == torch.float32 or not pool else 128, max(16, next_power_of_2(query_block)))
     BC = 32 if dtype == torch.float32 or pool else 64
-    REST = max(16, triton.next_power_of_2(pool % BC)) if pool else BC
+    REST = max(16, next_power_of_2(pool % BC)) if pool else BC
     return {"BM": BM, "BC": BC, "REST": REST, "num_warps": 4, "num_stages": 2}
 
 
@@ -456,7 +456,7 @@ def select(
     B, T, H, D = q.shape
     BG, N = priority.shape
     R, K, device = H // G, top_k, q.device
-    blocks = triton.cdiv(T, query_block)
+    blocks = cdiv(T, query_block)
     has_index = index is not None
     some = priority if index is None else index
     C, pool, pooled = 1, some, retain is not None and N > 0
@@ -468,7 +468,7 @@ def select(
     lists = torch.empty(BG, 3, N + 1, dtype=torch.int32, device=device)
     counts = torch.zeros(BG, COUNTERS, N, dtype=torch.int32, device=device) if pairs else lists
     config = select_config(q.dtype, query_block, C if pooled else 0)
-    _select_kernel[(triton.cdiv(query_block, config["BM"]) * blocks * B * H,)](
+    _select_kernel[(cdiv(query_block, config["BM"]) * blocks * B * H,)](
         q, mean, priority, some, pool, sigma, lam, picks, rank, counts, *token_strides(q),
         T, N, G, blocks, query_start, mean.stride(0), D**0.5,
         R=R, D=D, DP=padded_dim(D), S=cell_size, QUERY_BLOCK=query_block, K=K, C=C,
@@ -487,13 +487,13 @@ def _pools(
     (BG, N), C = priority.shape, retain + recent
     some = priority if index is None else index
     leave = torch.empty(BG, N, dtype=torch.int32, device=priority.device)
-    _leave_kernel[(triton.cdiv(N, 8) * BG,)](
+    _leave_kernel[(cdiv(N, 8) * BG,)](
         priority, some, leave, N, retain, recent, HAS_INDEX=index is not None, BC=8, BJ=256, num_warps=4
     )
     pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=priority.device)
     _pool_kernel[(blocks * BG,)](
         some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
-        CP=triton.next_power_of_2(C), HAS_INDEX=index is not None, BJ=512, num_warps=4,
+        CP=next_power_of_2(C), HAS_INDEX=index is not None, BJ=512, num_warps=4,
     )  # fmt: skip
     return pool
 
@@ -512,7 +512,7 @@ def _order(
     sort = deterministic and N > 0
     if sort:
         rank = _sorted_rank(picks, lists[:, 0, :N], G)
-    _order_kernel[(triton.cdiv(T * R * K, 1024) * BG,)](
+    _order_kernel[(cdiv(T * R * K, 1024) * BG,)](
         picks, rank, counts, lists, order, T, N, G, capacity,
         R=R, K=K, QUERY_BLOCK=query_block, COUNTERS=0 if sort else COUNTERS, BP=1024, num_warps=4,
     )  # fmt: skip
@@ -521,7 +521,7 @@ def _order(
 
 def run_length(pairs: int) -> int:
     """Pairs of one cell that one program of the readout's backward takes, at most 512 runs a head."""
-    return max(512, triton.next_power_of_2(pairs // 512))
+    return max(512, next_power_of_2(pairs // 512))
 
 
 def order_capacity(pairs: int, N: int) -> int:

@@ -12,8 +12,10 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, D head d
 query, BG = B * G.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
-import triton
 from torch import Tensor
 
 from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, select
@@ -30,7 +32,7 @@ from kernels.triton_readout import (
     scale_gradient,
     sum_slots,
 )
-from kernels.triton_tools import dense_heads, fine_dtype, padded_dim, token_strides
+from kernels.triton_tools import cdiv, dense_heads, fine_dtype, padded_dim, token_strides
 from kernels.triton_window import (
     _window_bwd_key_kernel,
     _window_bwd_query_kernel,
@@ -43,16 +45,29 @@ from kernels.triton_window import (
 # The whole operator
 
 
+class _Sizes(NamedTuple):
+    """The operator's integers; one argument, as torch takes a time that grows with the square of their number."""
+
+    window: int
+    cell_size: int
+    query_block: int
+    top_k: int
+    retain: int  # -1: every cell is ranked
+    recent: int
+    deterministic: bool
+    keep: bool
+
+
 @torch.library.custom_op("longpitch::freesolo", mutates_args=())
 def _freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, sigma: Tensor, lam: Tensor,
-    window: int, cell_size: int, query_block: int, top_k: int, retain: int | None, recent: int, eps: float,
-    deterministic: bool, keep: bool,
+    eps: float, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out [B, T, H, D], and for the backward pass what rounding left of it, lse [B, T, H] and a `Choice`.
 
-    The rest is int8 [B, T, H, D], empty unless `keep` and the dtype has 16 bits.
+    The rest is int8 [B, T, H, D], empty unless `keep` of the `_Sizes` and the dtype has 16 bits.
     """
+    window, cell_size, query_block, top_k, retain, recent, deterministic, keep = _Sizes(*sizes)
     q, k, v = (dense_heads(x) for x in (q, k, v))
     (B, T, H, D), G = q.shape, k.shape[2]
     BG, R, N, DP = B * G, H // G, T // cell_size, padded_dim(D)
@@ -65,7 +80,7 @@ def _freesolo(
             **({"rope": (cos, sin), "rotated": rotated} if once else {}))  # fmt: skip
     choice = select(
         q, *summaries, None, G, sigma, lam, query_start=0, query_block=query_block, cell_size=cell_size,
-        top_k=top_k, retain=retain, recent=recent, deterministic=deterministic,
+        top_k=top_k, retain=None if retain < 0 else retain, recent=recent, deterministic=bool(deterministic),
     )  # fmt: skip
     del summaries
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -77,7 +92,7 @@ def _freesolo(
         if not once:
             prepare(q, k, strides, T, N, G, cell_size, rope=(cos, sin), rotated=rotated, heads=heads)
         read_forward(q, k, v, strides, cell_strides(v, cell_size), choice, parts, G, cell_size, heads)
-        _window_fwd_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
+        _window_fwd_kernel[(cdiv(T, config["BM"]) * len(heads) * R,)](
             *rotated, v, q, out, rest, lse, *parts, choice.picks, alpha, gain,
             0, D, T * D, 0, D, T * D, *token_strides(v), T, T, G, heads.start, window, 0, D**-0.5, eps,
             R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True,
@@ -87,14 +102,13 @@ def _freesolo(
 
 
 @_freesolo.register_fake
-def _(q, k, v, alpha, gain, cos, sin, sigma, lam, window, cell_size, query_block, top_k, retain, recent, eps,
-      deterministic, keep):  # fmt: skip
+def _(q, k, v, alpha, gain, cos, sin, sigma, lam, eps, sizes):
     B, T, H, D = q.shape
-    G = k.shape[2]
-    N = T // cell_size
+    G, top_k = k.shape[2], _Sizes(*sizes).top_k
+    N = T // _Sizes(*sizes).cell_size
     return (
         q.new_empty(q.shape),
-        q.new_empty(_rest_shape(q, keep), dtype=torch.int8),
+        q.new_empty(_rest_shape(q, _Sizes(*sizes).keep), dtype=torch.int8),
         q.new_empty((B, T, H), dtype=torch.float32),
         *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k),
     )
@@ -118,7 +132,7 @@ def _freesolo_backward(
     gradient = empty_gradient(q, None, BG, len(chunks[0]))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    tiles = triton.cdiv(T, NORM_ROWS)
+    tiles = cdiv(T, NORM_ROWS)
     d_alpha = torch.empty(B, H, tiles, dtype=torch.float32, device=device)
     d_gain = torch.empty(B * H * tiles, D, dtype=torch.float32, device=device)
     strides, v_strides = cell_strides(k, cell_size), cell_strides(v, cell_size)
@@ -131,13 +145,13 @@ def _freesolo_backward(
         norm_backward(parts, picks, out, rest, d_out, v, alpha, gain, gradient, (delta, d_alpha, d_gain), G, eps, heads)
         read_backward(q, k, v, strides, v_strides, gradient, choice, parts, shares, G, cell_size, heads)
         config = key_config(q.dtype, DP)
-        _window_bwd_key_kernel[(triton.cdiv(T, config["BN"]) * len(heads),)](
+        _window_bwd_key_kernel[(cdiv(T, config["BN"]) * len(heads),)](
             *rotated, v, d_out, lse, delta, q, dk, dv, cos, sin, *shares, gradient.bound, *row_steps,
             rope_step, T, T, G, heads.start, N * cell_size, shares.dk.shape[1] * cell_size, window, 0, D**-0.5,
             FUSED=True, **shape, **config,
         )  # fmt: skip
         config = query_config(q.dtype, DP)
-        _window_bwd_query_kernel[(triton.cdiv(T, config["BM"]) * len(heads) * R,)](
+        _window_bwd_query_kernel[(cdiv(T, config["BM"]) * len(heads) * R,)](
             *rotated, v, d_out, lse, delta, q, dq, cos, sin, parts.x, parts.size, picks, gradient.bound,
             *row_steps,
             rope_step, T, T, G, heads.start, window, 0, D**-0.5, K=K, FUSED=True, **shape, **config,
@@ -151,14 +165,15 @@ def _(d_out, q, k, v, alpha, gain, cos, sin, out, rest, lse, picks, order, lists
 
 
 def _keep_freesolo(ctx, inputs, output):
-    *tensors, _sigma, _lam, ctx.window, ctx.cell_size, _, _, _, _, ctx.eps, _, _ = inputs
+    *tensors, _sigma, _lam, ctx.eps, sizes = inputs
+    ctx.window, ctx.cell_size, *_ = sizes
     ctx.set_materialize_grads(False)  # else zeros as large as every output that takes no gradient
     ctx.save_for_backward(*tensors, *output)
 
 
 def _freesolo_grads(ctx, d_out, *_):
     grads = _freesolo_backward(d_out, *ctx.saved_tensors, ctx.window, ctx.cell_size, ctx.eps)
-    return *grads, *[None] * 13
+    return *grads, *[None] * 6
 
 
 _freesolo.register_autograd(_freesolo_grads, setup_context=_keep_freesolo)
@@ -275,7 +290,7 @@ def _empty_rotated(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> tupl
     )
 
 
-def _rest_shape(q: Tensor, keep: bool) -> tuple[int, ...]:
+def _rest_shape(q: Tensor, keep: int) -> tuple[int, ...]:
     return tuple(q.shape) if keep and q.dtype != torch.float32 else (0,)
 
 
@@ -318,9 +333,10 @@ def triton_freesolo(
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
+    pool = -1 if retain is None else retain
     return _freesolo(
         q, k, v, alpha.contiguous(), gain.contiguous(), rope_cos.contiguous(), rope_sin.contiguous(), sigma, lam,
-        window, cell_size, query_block, top_k, retain, recent, eps, deterministic, wanted,
+        eps, _Sizes(window, cell_size, query_block, top_k, pool, recent, deterministic, wanted),
     )[0]  # fmt: skip
 
 

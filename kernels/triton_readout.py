@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_cells import TILE, Choice, run_length
-from kernels.triton_tools import LOG2E, dot, fine_dtype, head_lanes, padded_dim, token_strides, with_rest
+from kernels.triton_tools import LOG2E, cdiv, dot, fine_dtype, head_lanes, padded_dim, token_strides, with_rest
 from kernels.triton_window import gradient_scale, merge_slots
 
 NORM_ROWS = 128  # rows that one program of the RMSNorm's backward takes
@@ -366,8 +366,14 @@ class Shares(NamedTuple):
     dv: Tensor
 
 
-def head_chunks(BG: int, bytes_per_head: int, budget: int = 2**28) -> list[range]:
-    """Ranges of (b, g) whose workspace stays within `budget` bytes, one head at least."""
+def head_chunks(BG: int, bytes_per_head: int, budget: int | None = None) -> list[range]:
+    """Ranges of (b, g) whose workspace stays within `budget` bytes, one head at least.
+
+    Short heads get a larger budget: there the host's time for a launch counts, and at most a GB is little beside what
+    the layers of so many tokens keep.
+    """
+    if budget is None:
+        budget = 2**30 if bytes_per_head <= 2**26 else 2**28
     step = max(1, budget // max(1, bytes_per_head))
     return [range(start, min(BG, start + step)) for start in range(0, BG, step)]
 
@@ -446,7 +452,7 @@ def read_backward(
         R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, RUN=run_length(T * (H // G) * K),
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    _sum_runs_kernel[(triton.cdiv(cell_size * D, 512) * N * len(heads),)](
+    _sum_runs_kernel[(cdiv(cell_size * D, 512) * N * len(heads),)](
         *shares, choice.lists, *(out or shares), N, heads.start, extra,
         CELL=cell_size * D, IN_PLACE=out is None, BE=512, BR=8, num_warps=4,
     )  # fmt: skip
@@ -458,7 +464,7 @@ def scale_gradient(
     """Fill `gradient` (all but lse) for a chunk of heads from du [B, T, H, D] and a table of cells."""
     (_, T, H, D), (_, G, N, cell_size, _) = u.shape, v_cells.shape
     R = H // G
-    _scale_rows_kernel[((triton.cdiv(T, NORM_ROWS) * R + N) * len(heads),)](
+    _scale_rows_kernel[((cdiv(T, NORM_ROWS) * R + N) * len(heads),)](
         u, du, v_cells, v_cells if index is None else index, gradient.du, gradient.size, gradient.delta,
         gradient.bound, *token_strides(du), *v_cells.stride()[:4], T, N, G, heads.start,
         R=R, D=D, DP=padded_dim(D), S=cell_size, HAS_INDEX=index is not None, BM=NORM_ROWS,
@@ -468,7 +474,7 @@ def scale_gradient(
 def merge_parts(parts: Parts, picks: Tensor, u: Tensor, lse: Tensor, G: int, heads: range) -> None:
     """Fill u and its log-sum-exp for a chunk of heads."""
     _, T, H, D = u.shape
-    _merge_kernel[(triton.cdiv(T, 64) * len(heads) * (H // G),)](
+    _merge_kernel[(cdiv(T, 64) * len(heads) * (H // G),)](
         *parts, picks, u, lse, T, G, heads.start, R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64
     )
 
@@ -479,7 +485,7 @@ def norm_backward(
 ) -> None:  # fmt: skip
     """Fill `gradient` and `outputs` (delta of the local branch, shares of d_alpha and d_gain) of `heads`."""
     _, T, H, D = d_out.shape
-    _norm_bwd_kernel[(triton.cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
+    _norm_bwd_kernel[(cdiv(T, NORM_ROWS) * len(heads) * (H // G),)](
         *parts, picks, out, rest, d_out, v, alpha, gain, *gradient[:4], *outputs, gradient.bound, *token_strides(d_out),
         *token_strides(v), T, G, heads.start, eps,
         R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), HAS_REST=rest.numel() > 0, BM=NORM_ROWS,
@@ -490,7 +496,7 @@ def norm_backward(
 def sum_slots(parts: Parts, picks: Tensor, dq: Tensor, G: int, heads: range) -> None:
     """Fill dq for a chunk of heads from the dq of its pairs."""
     _, T, H, D = dq.shape
-    _sum_slots_kernel[(triton.cdiv(T, 64) * len(heads) * (H // G),)](
+    _sum_slots_kernel[(cdiv(T, 64) * len(heads) * (H // G),)](
         parts.x, parts.size, picks, dq, T, G, heads.start,
         R=H // G, K=picks.shape[3], D=D, DP=padded_dim(D), BM=64,
     )  # fmt: skip

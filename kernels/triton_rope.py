@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_tools import dense_heads, padded_dim, rotate_pair, token_strides
+from kernels.triton_tools import cdiv, dense_heads, padded_dim, rotate_pair, token_strides
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     x, (B, T, H, D) = dense_heads(x), x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rope_step = cos.stride(0) if cos.dim() == 3 else 0
-    _rotate_kernel[(triton.cdiv(B * T * H, 64),)](
+    _rotate_kernel[(cdiv(B * T * H, 64),)](
         x, cos, sin, out, *token_strides(x), rope_step, B * T * H, T, H, sign, D=D, HP=padded_dim(D) // 2, ROWS=64
     )
     return out

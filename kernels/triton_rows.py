@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import triton_rows_hopper
-from kernels.triton_tools import LOG2E, MASKED, dense_heads, dot, padded_dim, token_strides
+from kernels.triton_tools import LOG2E, MASKED, cdiv, dense_heads, dot, padded_dim, token_strides
 
 _FAR = tl.constexpr(2**30)  # beyond every position
 _BM = 64  # rows of a tile in the backward pass
@@ -518,7 +518,7 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> t
     out = (torch.empty if rows.tokens is None else torch.zeros)(B, N, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, N, H, dtype=torch.float32, device=q.device)
     keys, values = as_table(k), as_table(v)
-    programs = min(num_processors(q.device), triton.cdiv(N * H // G, config["BM"]) * B * G)
+    programs = min(num_processors(q.device), cdiv(N * H // G, config["BM"]) * B * G)
     if on_hopper(q):
         kernel, config = triton_rows_hopper.rows_fwd_kernel, _HOPPER_FORWARD
     else:
@@ -547,9 +547,9 @@ class Gathered(NamedTuple):
 
 def _empty_gathered(q: Tensor, W: int, groups: int, dq_lanes: int) -> tuple[Gathered, int]:
     """Room for as many of the groups at a time as `_SCRATCH` allows, evenly shared, and how many."""
-    lanes = triton.cdiv(q.shape[3], 8) * 8
+    lanes = cdiv(q.shape[3], 8) * 8
     each = W * (2 * lanes * q.element_size() + 4 * dq_lanes + 16)
-    held = triton.cdiv(groups, triton.cdiv(groups * each, max(each, _SCRATCH)))
+    held = cdiv(groups, cdiv(groups * each, max(each, _SCRATCH)))
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=q.device)
@@ -574,7 +574,7 @@ def rows_backward(
     dq = (torch.empty if rows.tokens is None else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     hopper = on_hopper(q) and not deterministic
-    W = triton.cdiv(N * (H // G), _BM) * _BM
+    W = cdiv(N * (H // G), _BM) * _BM
     size, flags = {"G": G, "R": H // G, "D": D, "DP": padded_dim(D)}, _bounds(rows)
     near, held = _empty_gathered(q, W, B * G, size["DP"] if hopper else D)
     tokens, counts, positions, first_key = (near.newest if x is None else x for x in rows[:4])
@@ -608,7 +608,7 @@ def _tile_gradients(
     rows = [describe(x, _BM, DP, hopper) for x in (near.q, near.d_out)]
     config = _HOPPER_KEY if hopper else key_config(dtype, DP)
     keys = [x.descriptor(config["BN"], DP, hopper) for x in tables]
-    grid = (groups * triton.cdiv(S, config["BN"]),)
+    grid = (groups * cdiv(S, config["BN"]),)
     if hopper:
         of_rows = [describe(x.view(-1, _BM), 1, _BM, True) for x in (near.lse, near.delta)]
         triton_rows_hopper.rows_bwd_key_kernel[grid](

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_rows import Rows, rows_backward, rows_forward
-from kernels.triton_tools import dense_heads
+from kernels.triton_tools import cdiv, dense_heads
 
 _CHUNK = 1024  # tokens listed by one program
 
@@ -39,7 +39,7 @@ def list_active(active: Tensor) -> tuple[Tensor, Tensor]:
     active = active.contiguous().view(torch.uint8)
     tokens = torch.empty(B, T, dtype=torch.int32, device=active.device)
     counts = torch.empty(B, dtype=torch.int32, device=active.device)
-    _list_kernel[(triton.cdiv(T, _CHUNK), B)](active, tokens, counts, T, C=_CHUNK, WIDE=8192)
+    _list_kernel[(cdiv(T, _CHUNK), B)](active, tokens, counts, T, C=_CHUNK, WIDE=8192)
     return tokens, counts
 
 

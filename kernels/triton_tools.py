@@ -47,7 +47,20 @@ def fine_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def padded_dim(head_dim: int) -> int:
     """DP: lanes that hold one head; tl.dot wants a power of two and at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
+
+
+# In place of Triton's: called from the host, its own take as long as a tenth of a launch.
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    """The least power of two that is at least x, for x >= 1; 0 of 0."""
+    return 1 << (x - 1).bit_length() if x > 0 else 0
 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:

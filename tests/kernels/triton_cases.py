@@ -93,10 +93,10 @@ def test_operators_describe_themselves(dtype):
     q, k, v = (torch.randn(1, 64, heads, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
     alpha, gain, sigma, lam = torch.ones(2), torch.ones(16), torch.full((2,), 4.0), torch.ones(2)
     cos, sin = rope_tables(torch.arange(64), 16, 10000.0)
-    sizes = (9, 16, 16, 2, None, 8, 1e-8, False)  # window .. deterministic
     for keep in (True, False):
         whole = torch.ops.longpitch.freesolo.default
-        torch.library.opcheck(whole, (q, k, v, alpha, gain, cos, sin, sigma, lam, *sizes, keep), test_utils=checks)
+        sizes = [9, 16, 16, 2, -1, 8, False, keep]  # window .. keep
+        torch.library.opcheck(whole, (q, k, v, alpha, gain, cos, sin, sigma, lam, 1e-8, sizes), test_utils=checks)
     cells = (split_cells(x.detach(), 16).requires_grad_() for x in (k, v))
     table = (q, *cells, None, sigma, lam, 0, 16, 2, None, 8, False)
     torch.library.opcheck(torch.ops.longpitch.read_cells.default, table, test_utils=checks)
