@@ -28,7 +28,7 @@ IMPORTS = {
     "dense qwen2": ("qwen2-tied", "dense", [WINDOW, PADDED]),
     "dense llama": ("llama", "dense", []),
     "l2a qwen2": ("qwen2-tied", "l2a", [WINDOW, PADDED]),
-    "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW]),
+    "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW, "model.attention.rope_base=5e6"]),  # 5e5 in the source
     "l2a pruned": ("qwen3-wide-heads", "l2a", [WINDOW, "model.attention.closed_layers=[1]"]),
 }
 # what is trained, ZeRO stage, tensor-parallel ranks
@@ -122,6 +122,7 @@ def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_pa
     assert measured.loss == pytest.approx(found["heldout"], rel=1e-5)
     folder = export(trained, case, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    assert case[0] != "l2a qwen2.5" or model.config.rope_theta == 5e6
     if hasattr(model.config, "closed_layers"):
         assert all(layer.router.weight.any() for layer in model.model.layers if layer.has_global)
     sums = torch.zeros(2, dtype=torch.float64)

@@ -77,6 +77,8 @@ def runs(tmp_path_factory, shards) -> dict:
     one = [job(folder, shards, f"{kind} alone", *settings(kind, 1, 1)) for kind in ATTENTION_KINDS]
     one.append(job(folder, shards, "l2a micro 1", *settings("l2a", 1, 1), "train.micro_batch=1"))
     one.append(job(folder, shards, "l2a recomputed", *settings("l2a", 1, 1), "train.recompute=true"))
+    summed = ("train.gate_penalty=0.000625", "train.gate_penalty_per=sequence", "train.log_interval=5")  # 0.05 / 80
+    one.append(job(folder, shards, "l2a summed", *settings("l2a", 1, 1), *summed))
     one.append(job(folder, shards, "l2a free", *settings("l2a", 1, 1), "train.gate_penalty=0"))
     closed = "model.attention.closed_layers=[0]"
     one.append(job(folder, shards, "l2a closed", *settings("l2a", 1, 1), closed))
@@ -117,6 +119,14 @@ def test_penalty_does_not_depend_on_micro_batches(runs):
         assert runs["l2a micro 1"][figure] == pytest.approx(runs["l2a alone"][figure], rel=1e-5)
     assert runs["l2a recomputed"]["losses"] == runs["l2a alone"]["losses"]
     assert runs["l2a recomputed"]["aux"] == runs["l2a alone"]["aux"]
+
+
+def test_penalty_is_summed_over_a_sequence_or_averaged_over_its_tokens(runs):
+    """A sequence has 80 tokens; open fractions are there in the steps that are logged and in no other."""
+    summed, averaged = runs["l2a summed"], runs["l2a alone"]
+    for figure in ("losses", "aux"):
+        assert summed[figure] == pytest.approx(averaged[figure], rel=1e-6)
+    assert [step for step, share in zip(summed["steps"], summed["open"], strict=True) if share] == [5, 10]
 
 
 def test_penalty_grows_from_the_warm_up_and_closes_gates(runs):

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.attention import SequenceContext, WindowAttention
+from megatron_ext.attention import FreeSoloAttention, SequenceContext, WindowAttention
 from megatron_ext.checkpoint import CheckpointError, load_weights
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
@@ -140,34 +141,89 @@ def run_layer(layer, x: torch.Tensor, context: SequenceContext) -> torch.Tensor:
     return layer(hidden_states=x, attention_mask=None, packed_seq_params=context)[0]
 
 
-def by_hand(layer: L2ALayer, x: torch.Tensor, context: SequenceContext, is_open: torch.Tensor) -> torch.Tensor:
-    """The layer's equations with the stock modules and dense attention for every query."""
-    h = x + layer.self_attention(layer.input_layernorm(x), attention_mask=None, packed_seq_params=context)[0]
-    attention = getattr(layer, "global_attention", layer.self_attention)
+def every_query(layer: L2ALayer, attention, z: torch.Tensor, context: SequenceContext) -> torch.Tensor:
+    """What the second look gives every query: dense attention, or FreeSolo's readout as FreeSolo less its window."""
     core = attention.core_attention
-    dense = WindowAttention(
-        layer.config, 1, window=None, backend="reference", pg_collection=layer.pg_collection
-    )  # fmt: skip
+    common = {"backend": "reference", "pg_collection": layer.pg_collection}
+    cores = {"look": (1, WindowAttention(layer.config, 1, window=None, **common))}
+    if isinstance(core, FreeSoloAttention):
+        cores = {"both": (1, core), "local": (-1, WindowAttention(layer.config, 1, window=core.window, **common))}
     try:
-        attention.core_attention = dense
-        looked, _ = attention(layer.global_layernorm(h), attention_mask=None, packed_seq_params=context)
+        looked = torch.zeros_like(z)
+        for sign, attention.core_attention in cores.values():
+            looked = looked + sign * attention(z, attention_mask=None, packed_seq_params=context)[0]
     finally:
         attention.core_attention = core
-    y = h + is_open[..., None] * looked
+    return looked
+
+
+def by_hand(layer: L2ALayer, x: torch.Tensor, context: SequenceContext, is_open: torch.Tensor) -> torch.Tensor:
+    """The layer's equations with the stock modules and the second look of every query."""
+    h = x + layer.self_attention(layer.input_layernorm(x), attention_mask=None, packed_seq_params=context)[0]
+    z = layer.global_layernorm(h)
+    looked = every_query(layer, getattr(layer, "global_attention", layer.self_attention), z, context)
+    gate = layer.router(z, context, 1).value  # 0 and 1, with the gradient of p
+    y = h + gate[..., None] * looked.masked_fill(~is_open[..., None], 0)
     return y + layer.mlp(layer.pre_mlp_layernorm(y))[0]
 
 
-@pytest.mark.parametrize("kind", ["l2a", "l2a_shared", "context_free"])
+@pytest.mark.parametrize("kind", L2A_KINDS)
 @pytest.mark.parametrize("window", [0, 7, 100])
 @pytest.mark.parametrize("gates", ["open", "closed", "mixed"])
 def test_layer_is_the_sum_of_its_parts(kind, window, gates):
-    """All open: local plus dense attention. All closed: the local branch alone. Window 0: each token sees itself."""
+    """All open: local plus global attention. All closed: the local branch alone. Window 0: each token sees itself."""
     model = build(kind, window=window)
-    layer, context, x = model.decoder.layers[0], context_of(model), torch.randn(60, 2, 32, dtype=torch.float64)
+    layer, context = model.decoder.layers[0], context_of(model)
+    x = torch.randn(60, 2, 32, dtype=torch.float64, requires_grad=True)
     share = {"open": 1.0, "closed": 0.0, "mixed": 0.4}[gates]
     is_open = torch.rand(60, 2) < share
     set_gates(model, is_open)
-    assert_close("layer", run_layer(layer, x, context), by_hand(layer, x, context, is_open), rtol=1e-12)
+    got, want = run_layer(layer, x, context), by_hand(layer, x, context, is_open)
+    assert_close("layer", got, want, rtol=1e-12)
+    names, weights = zip(*layer.named_parameters(), strict=True)
+    d_out = torch.randn_like(x)
+    gradients = (torch.autograd.grad(y, (x, *weights), d_out) for y in (got, want))
+    for name, *pair in zip(("x", *names), *gradients, strict=True):
+        assert_close(name, *pair, rtol=1e-10, atol=1e-14)
+
+
+class _NoHostSync(TorchDispatchMode):
+    """Refuses what would make a host wait for its GPU: a number read from a tensor, or a shape that depends on one."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(name in str(func) for name in self.REFUSED), func
+        chosen = args[1] if "aten.index." in str(func) or "aten.index_put" in str(func) else ()
+        assert not any(x is not None and x.dtype == torch.bool for x in chosen), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["l2a", "l2a_shared", "context_free"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_no_host_sync(kind, documents, monkeypatch):
+    """Forward and backward of the layer, measured and leaking or not; the kernels below have a test on the GPU."""
+
+    def operator(q, k, v, *_rest, **_options):
+        return q * k.sum() * v.sum()
+
+    def rows(q_rows, positions, k, v, **_options):
+        return q_rows * k.sum() * v.sum(), q_rows[..., 0]
+
+    monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_attention", operator)
+    monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_rows", rows)
+    monkeypatch.setattr("megatron_ext.attention.sliding_window_attention", operator)
+    model = build(kind, leak_probability=0.5, document_mask=documents)
+    layer = model.decoder.layers[0]
+    for step in range(4):
+        context = context_of(model, step=step, measure=True)
+        context.penalty_scale = 0.1
+        if documents:
+            context.first_key = torch.zeros(2, 60, dtype=torch.int64)
+        x = torch.randn(60, 2, 32, dtype=torch.float64, requires_grad=True)
+        with _NoHostSync():
+            run_layer(layer, x, context).sum().backward()
+        assert x.grad.any()
 
 
 def test_closed_layer_is_the_sliding_window_layer():

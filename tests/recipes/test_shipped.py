@@ -1,10 +1,12 @@
 """Every recipe that ships loads without any setting, and those of the FreeSolo paper have its sizes and schedules."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ext.engine import freeze_parameters
 from megatron_ext.model import build_model, head_dim
 from recipes.load import accumulation_steps, load_recipe
 from recipes.schema import Recipe
@@ -134,7 +136,32 @@ def test_qwen_recipes_have_the_size_of_the_models(name, alone):
     with torch.device("meta"):
         assert sum(x.numel() for x in build_model(l2a).parameters()) == parameters + dense.num_layers * second
     for recipe in (shipped(f"clp_{name}_128k"), shipped(f"l2a_{name}_128k")):
+        train = recipe.train
+        assert (train.lr, train.clip, train.recompute) == (5e-5, 1.0, True)
+        assert train.tokens_per_step == (4 if "1.5b" in name else 6) * 2**20
         assert recipe.model.attention.rope_base == 5e6 and recipe.model.seq_length == 131_072
         assert recipe.train.warmup_steps == round(0.05 * recipe.train.steps)
         billions = 16.7 if "1.5b" in name else 25.0
         assert recipe.train.steps * recipe.train.tokens_per_step == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [f"{kind}_{size}_128k" for kind in ("clp", "l2a") for size in QWEN])
+def test_qwen_recipes_train_attention_norms_and_gates(name, alone):
+    """The MLP and the embeddings, and nothing else, stand still."""
+    recipe = shipped(name)
+    with torch.device("meta"):
+        model = build_model(recipe.model)
+    frozen = set(freeze_parameters(model, recipe.train.freeze, recipe.train.train_only))
+    names = {name for name, _ in model.named_parameters()}
+    assert frozen == {name for name in names if re.search(r"\.mlp\.|^embedding\.|^output_layer\.", name)}
+    assert len(frozen) == 2 * recipe.model.num_layers + (1 if recipe.model.tie_embeddings else 2)
+
+
+@pytest.mark.parametrize("size", QWEN)
+def test_l2a_recipes_have_the_papers_gates(size):
+    recipe = shipped(f"l2a_{size}_128k")
+    attention, train = recipe.model.attention, recipe.train
+    assert (attention.kind, attention.window) == ("l2a", 4095)
+    assert (attention.gate_temperature, attention.gate_threshold, attention.leak_probability) == (0.1, 0.5, 0.1)
+    assert (train.gate_penalty, train.gate_penalty_per) == (1e-8, "sequence")
+    assert (train.gate_penalty_start, train.gate_penalty_ramp) == (None, None)  # after the warm-up, to the last step
