@@ -1,9 +1,11 @@
 """`longpitch bench step`: a recipe's whole training step with each attention kind, and where its time goes.
 
-One GPU, random tokens, the engine that `train` uses. "dense" is the same model with torch's own attention (SDPA), with
-the fastest kernel that torch has (cuDNN's); "dense-fa2" takes FlashAttention-2 instead.
+One GPU, or several under torchrun with the recipe's parallel layout; random tokens, the engine that `train` uses.
+"dense" is the same model with torch's own attention (SDPA), with the fastest kernel that torch has (cuDNN's);
+"dense-fa2" takes FlashAttention-2 instead. With context parallelism "dense" is our own kernels.
 """
 
+import os
 import re
 import time
 from dataclasses import replace
@@ -18,18 +20,21 @@ from torch.profiler import ProfilerActivity, profile
 from launch.train import optimizer_settings
 from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import build_model, slice_context
+from recipes.load import check_world
 from recipes.schema import Recipe
 
 FA2 = "-fa2"
 # names of GPU kernels -> what they do; the first that matches counts, the rest are elementwise work and norms
 GROUPS = (
     ("attention", r"window|select|read_|prepare|pool|leave|order|offset|merge|norm_bwd|sum_runs|sum_slots|rotate"
-                  r"|flash|cudnn.*(attn|sdpa|mha)|fmha|sdpa"),
+                  r"|rows_|list_kernel|gather_kernel|scatter_kernel|flash|cudnn.*(attn|sdpa|mha)|fmha|sdpa"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|cublas"),
     ("optimizer", r"adam|multi_tensor|l2norm"),
     ("copies", r"memcpy|memset"),
+    ("communication", r"nccl"),
 )  # fmt: skip
 
 
@@ -37,28 +42,45 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
     """Time training steps of one micro-batch; print and return one row a kind.
 
     Args:
-        recipe: its model, optimizer and precision are used; data, run_dir and parallel layout are not.
+        recipe: its model, optimizer, precision and parallel layout are used; data, run_dir and initial weights are not.
         kinds: attention kinds to put into the same model.
-        micro_batch: sequences per step.
+        micro_batch: sequences per step of each data-parallel replica.
         steps: timed steps, after 3 to warm up; the median counts.
+
+    Raises:
+        ValueError: the ranks that were started do not fit the parallel layout.
     """
-    layout = init_layout(tensor=1, context=1, device="auto", timeout_seconds=recipe.parallel.timeout_seconds)
+    parallel = recipe.parallel
+    check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = init_layout(
+        tensor=parallel.tensor, context=parallel.context, device="auto", timeout_seconds=parallel.timeout_seconds
+    )
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {date.today()}"
     length = recipe.model.seq_length
-    print(f"{recipe.model.num_layers} layers x {recipe.model.hidden_size}, {micro_batch} x {length} tokens; {where}")
+    if layout.rank == 0:
+        print(
+            f"{recipe.model.num_layers} layers x {recipe.model.hidden_size}, {micro_batch} x {length} tokens; "
+            f"GPUs: {layout.data} replicas x {layout.context} context x {layout.tensor} tensor, "
+            f"ZeRO-{parallel.zero_stage}; {where}"
+        )
     rows = []
     for kind in kinds:
         sdpa = [SDPBackend.FLASH_ATTENTION] if kind.endswith(FA2) else attention.SDPA_FASTEST_FIRST
         with patch.object(attention, "SDPA_FASTEST_FIRST", sdpa):
             row = {"kind": kind, **_measure(_with_kind(recipe, kind), layout, micro_batch, steps)}
         rows.append(row)
-        shares = "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
-        print(
-            f"{kind:<12} {row['tokens_per_second']:>9.0f} tokens/s  {row['step_ms']:.1f} ms a step  "
-            f"peak {row['peak_gib']:.1f} GiB  ms on the GPU: {shares}",
-            flush=True,
-        )
+        if layout.rank == 0:
+            _print(row)
     return rows
+
+
+def _print(row: dict) -> None:
+    shares = "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
+    print(
+        f"{row['kind']:<12} {row['tokens_per_second']:>9.0f} tokens/s  {row['step_ms']:.1f} ms a step  "
+        f"peak {row['peak_gib']:.1f} GiB  ms on the GPU: {shares}",
+        flush=True,
+    )
 
 
 def _with_kind(recipe: Recipe, kind: str) -> Recipe:
@@ -77,7 +99,7 @@ def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> di
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         engine.train_step([batch])
         torch.cuda.synchronize()
-    tokens = micro_batch * recipe.model.seq_length
+    tokens = micro_batch * recipe.model.seq_length * layout.data
     row = {
         "tokens_per_second": tokens / step,
         "step_ms": step * 1e3,
@@ -93,7 +115,15 @@ def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> di
 def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
     train, dtype = recipe.train, torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.model, dtype=dtype, recompute=train.recompute, fused=True)
+    model = build_model(
+        recipe.model,
+        tensor=layout.tensor,
+        context=layout.context,
+        tensor_group=layout.tensor_group,
+        dtype=dtype,
+        recompute=train.recompute,
+        fused=True,
+    )
     return TrainEngine(
         model,
         layout,
@@ -107,10 +137,13 @@ def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
 
 
 def _random_batch(recipe: Recipe, layout: Layout, micro_batch: int) -> ModelInput:
-    shape = (micro_batch, recipe.model.seq_length)
-    tokens, labels = (torch.randint(recipe.model.vocab_size, shape, device=layout.device) for _ in range(2))
+    """This rank's slice of random sequences."""
+    model, ranks = recipe.model, layout.context
+    length = padded_length(model.seq_length, ranks, model.attention.query_block) // ranks
+    shape = (micro_batch, length)
+    tokens, labels = (torch.randint(model.vocab_size, shape, device=layout.device) for _ in range(2))
     doc_starts = torch.zeros(shape, dtype=torch.int64, device=layout.device)
-    context = slice_context(recipe.model, doc_starts, start=0, length=shape[1])
+    context = slice_context(model, doc_starts, start=layout.context_rank * length, length=model.seq_length)
     return ModelInput(tokens, labels, torch.ones(shape, device=layout.device), context)
 
 

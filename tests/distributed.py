@@ -4,8 +4,10 @@ A process costs about 6 seconds of imports, so a program runs a whole matrix of 
 case; the tests then look up theirs.
 """
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,10 +18,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on right now, below those that the system gives to connections.
+
+    The ranks open it seconds later; one that the system may give away meanwhile would be taken at times.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports between 15000 and 32000 is free")
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -29,7 +36,7 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
 
 

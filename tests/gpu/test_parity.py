@@ -1,0 +1,21 @@
+"""Two GPUs and one compute the same loss and gradients: every attention kind, context and tensor parallel."""
+
+import pytest
+import torch
+
+from recipes.schema import ATTENTION_KINDS
+from tests.distributed import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="cuts a model over two GPUs")
+BOUND = 1e-4  # fp32 sums in another order; a cell or a gate that fell otherwise would show as 1e-3 or more
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return run_ranks("tests.gpu.parity_program", 2, timeout=500)
+
+
+@pytest.mark.parametrize("layout", ["tp1 cp2", "tp2 cp1"])
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_two_gpus_compute_what_one_does(found, kind, layout):
+    assert found[f"{kind} {layout}"] < BOUND
