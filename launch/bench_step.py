@@ -124,10 +124,13 @@ def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
         recompute=train.recompute,
         fused=True,
     )
+    settings = optimizer_settings(recipe)
+    names = [name for name, _ in model.named_parameters()]  # the recipe may name gates that another kind has not
+    present = [pattern for pattern in settings.train_only if any(re.search(pattern, name) for name in names)]
     return TrainEngine(
         model,
         layout,
-        optimizer_settings(recipe),
+        replace(settings, train_only=present),
         zero_stage=recipe.parallel.zero_stage,
         dtype=dtype,
         micro_batch=micro_batch,
