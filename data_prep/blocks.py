@@ -90,7 +90,7 @@ class Corpus:
     def read(self, document: int, start: int, count: int, masks: int) -> list[np.ndarray]:
         """Token ids [count] from token `start` of a document on, and as many masks, bool [count]."""
         block = int(self.blocks[document])
-        file = _open(block_path(self.folder, self.keys[block], ".bin"))
+        file = _descriptor(self.folder, self.keys[block]).number
         size, total = self.dtype.itemsize, self.block_tokens[block]
         first = int(self.starts[document]) + start
         parts = [np.frombuffer(os.pread(file, count * size, first * size), dtype=self.dtype)]
@@ -104,8 +104,8 @@ class Corpus:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _descriptor(path: Path) -> "_Descriptor":
-    return _Descriptor(path)
+def _descriptor(folder: Path, key: str) -> "_Descriptor":
+    return _Descriptor(block_path(folder, key, ".bin"))
 
 
 class _Descriptor:
@@ -116,10 +116,6 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
-
-
-def _open(path: Path) -> int:
-    return _descriptor(path).number
 
 
 def load_corpus(folder: Path, facts: dict[str, dict[str, Any]], dtype: np.dtype) -> Corpus:

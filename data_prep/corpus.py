@@ -20,7 +20,8 @@ import xxhash
 from data_prep.files import SourceFile, is_url, open_plain, open_raw
 from recipes.schema import BAD_DOCUMENT_POLICIES, SourceConfig
 
-BLOCK_BYTES = 4 << 20  # of plain text; a block ends after the line that reaches it
+BLOCK_BYTES = 4 << 20  # of plain text, at most; a block ends after the line that reaches it
+SMALLEST_BLOCK, BLOCKS = 1 << 18, 64  # bytes, and blocks that a corpus has where they are no smaller than that
 PLAIN_CHUNK, PACKED_CHUNK = 1 << 20, 1 << 16  # bytes read at a time; what a damaged chunk holds is lost with it
 ROWS = 64  # rows of a table that are turned into Python strings at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -122,9 +123,10 @@ def cut(
     files: Sequence[SourceFile], rules: Rules, finished: Finished = lambda key: None
 ) -> Iterator[Block | dict[str, Any]]:
     """The blocks of the corpus in order; in place of one that is done, its facts."""
-    for number, group in enumerate(_groups(files)):
+    size = _block_bytes(files)
+    for number, group in enumerate(_groups(files, size)):
         cutter = {"jsonl": _cut_lines, "parquet": _cut_parquet, "arrow": _cut_arrow}.get(group[0].kind, _one_block)
-        for block in cutter(group, f"{number:06}", rules, finished):
+        for block in cutter(group, f"{number:06}", size, rules, finished):
             if isinstance(block, dict):
                 yield block
                 continue
@@ -132,12 +134,20 @@ def cut(
             yield block if facts is None or facts != facts | block.facts() else facts
 
 
-def _groups(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
+def _block_bytes(files: Sequence[SourceFile]) -> int:
+    """Size of a block: a small corpus has smaller ones, else all processes but one would wait for the last block."""
+    total, size = sum(file.size for file in files), BLOCK_BYTES
+    while size * BLOCKS > total and size // 2 >= SMALLEST_BLOCK:  # in few steps: a file more seldom moves every border
+        size //= 2
+    return size
+
+
+def _groups(files: Sequence[SourceFile], block_bytes: int) -> Iterator[tuple[SourceFile, ...]]:
     """Files one by one, small text files of a source together."""
     group: list[SourceFile] = []
     size = 0
     for file in files:
-        joins = file.kind == "text" and group and group[0].source == file.source and size + file.size <= BLOCK_BYTES
+        joins = file.kind == "text" and group and group[0].source == file.source and size + file.size <= block_bytes
         if group and not joins:
             yield tuple(group)
             group, size = [], 0
@@ -150,19 +160,21 @@ def _groups(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
         yield tuple(group)
 
 
-def _one_block(group: tuple[SourceFile, ...], number: str, rules: Rules, finished: Finished) -> Iterator[Block]:
+def _one_block(
+    group: tuple[SourceFile, ...], number: str, size: int, rules: Rules, finished: Finished
+) -> Iterator[Block]:
     cost = sum(file.size for file in group)
     yield Block(f"{number}-000000", group, 0, 0, 1, len(group), is_last=True, cost=cost)
 
 
 def _cut_lines(
-    group: tuple[SourceFile, ...], number: str, rules: Rules, finished: Finished
+    group: tuple[SourceFile, ...], number: str, size: int, rules: Rules, finished: Finished
 ) -> Iterator[Block | dict[str, Any]]:
     index, line, cost_so_far = 0, 1, 0
     files = files_hash(group)
     try:
         with open_plain(group[0]) as (stream, raw):
-            lines = _Lines(stream, raw, group[0], rules.max_bytes)
+            lines = _Lines(stream, raw, group[0], size, rules.max_bytes)
             is_last = False
             while not is_last:
                 key, start = f"{number}-{index:06}", lines.position
@@ -186,8 +198,8 @@ def _cut_lines(
 class _Lines:
     """Cuts a stream into pieces of whole lines, holding one piece in memory."""
 
-    def __init__(self, stream: Any, raw: Any, file: SourceFile, max_bytes: int) -> None:
-        self._stream, self._raw, self._max_bytes = stream, raw, max_bytes
+    def __init__(self, stream: Any, raw: Any, file: SourceFile, block_bytes: int, max_bytes: int) -> None:
+        self._stream, self._raw, self._block_bytes, self._max_bytes = stream, raw, block_bytes, max_bytes
         self._can_seek = file.compression is None
         self._chunk = PLAIN_CHUNK if self._can_seek else PACKED_CHUNK
         self._buffer = bytearray()
@@ -232,16 +244,19 @@ class _Lines:
 
     def take(self, line: int) -> tuple[bytes, int, tuple[str, str] | None]:
         """The next whole lines, how many, and the problem if there is one instead of them."""
-        end, last = self._buffer.find(b"\n", BLOCK_BYTES - 1) + 1, self._buffer.rfind(b"\n")
+        end, last = self._buffer.find(b"\n", self._block_bytes - 1) + 1, self._buffer.rfind(b"\n")
         while not end and not self._ended:
-            if len(self._buffer) >= BLOCK_BYTES and len(self._buffer) - last - 1 > self._max_bytes:
+            if len(self._buffer) >= self._block_bytes and len(self._buffer) - last - 1 > self._max_bytes:
                 break
             at = len(self._buffer)
             last = max(last, at + found) if (found := self._read().rfind(b"\n")) >= 0 else last
-            end = self._buffer.find(b"\n", max(at, BLOCK_BYTES - 1)) + 1
+            end = self._buffer.find(b"\n", max(at, self._block_bytes - 1)) + 1
         # the line across the border of the block goes by itself when it is too long, however much of it was read
         before = self._buffer.rfind(b"\n", 0, end - 1) if end else last
-        if len(self._buffer) >= BLOCK_BYTES and (end - 1 if end else len(self._buffer)) - before - 1 > self._max_bytes:
+        if (
+            len(self._buffer) >= self._block_bytes
+            and (end - 1 if end else len(self._buffer)) - before - 1 > self._max_bytes
+        ):
             if before < 0:
                 return self._drop_line()
             end = before + 1
@@ -283,7 +298,9 @@ def _unreadable(
     return Block(f"{number}-{index:06}", group, 0, 0, line, 1, is_last=True, cost=0, problem=("unreadable", reason))
 
 
-def _cut_parquet(group: tuple[SourceFile, ...], number: str, rules: Rules, finished: Finished) -> Iterator[Block]:
+def _cut_parquet(
+    group: tuple[SourceFile, ...], number: str, size: int, rules: Rules, finished: Finished
+) -> Iterator[Block]:
     """Row groups together until they reach the size of a block."""
     file = group[0]
     try:
@@ -293,13 +310,15 @@ def _cut_parquet(group: tuple[SourceFile, ...], number: str, rules: Rules, finis
     except (OSError, pa.ArrowException) as error:
         yield _unreadable(group, number, error)
         return
-    yield from _pieces(group, number, sizes)
+    yield from _pieces(group, number, size, sizes)
 
 
-def _cut_arrow(group: tuple[SourceFile, ...], number: str, rules: Rules, finished: Finished) -> Iterator[Block]:
+def _cut_arrow(
+    group: tuple[SourceFile, ...], number: str, size: int, rules: Rules, finished: Finished
+) -> Iterator[Block]:
     """Record batches together until they reach the size of a block; a file at a URL is one block."""
     if is_url(group[0].path):
-        yield from _one_block(group, number, rules, finished)
+        yield from _one_block(group, number, size, rules, finished)
         return
     try:
         with pa.memory_map(group[0].path) as raw, pa.ipc.open_stream(raw) as batches:
@@ -307,15 +326,17 @@ def _cut_arrow(group: tuple[SourceFile, ...], number: str, rules: Rules, finishe
     except (OSError, pa.ArrowException) as error:
         yield _unreadable(group, number, error)
         return
-    yield from _pieces(group, number, sizes)
+    yield from _pieces(group, number, size, sizes)
 
 
-def _pieces(group: tuple[SourceFile, ...], number: str, sizes: list[tuple[int, int]]) -> Iterator[Block]:
+def _pieces(
+    group: tuple[SourceFile, ...], number: str, block_bytes: int, sizes: list[tuple[int, int]]
+) -> Iterator[Block]:
     total = sum(size for _, size in sizes) or 1
     start, row, rows, size, index, cost_so_far = 0, 1, 0, 0, 0, 0
     for i, (more_rows, more_size) in enumerate(sizes, start=1):
         rows, size = rows + more_rows, size + more_size
-        if size >= BLOCK_BYTES or i == len(sizes):
+        if size >= block_bytes or i == len(sizes):
             cost = group[0].size - cost_so_far if i == len(sizes) else group[0].size * size // total
             yield Block(f"{number}-{index:06}", group, start, i, row, rows, i == len(sizes), cost)
             start, row, rows, size, index, cost_so_far = i, row + rows, 0, 0, index + 1, cost_so_far + cost

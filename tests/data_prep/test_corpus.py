@@ -412,3 +412,22 @@ def test_any_cut_reads_the_same_and_can_be_taken_up(sizes, block_bytes, max_byte
         facts = [b if isinstance(b, dict) else b.facts() for b in again]
         assert [one | {"cost": 0} for one in facts] == [block.facts() | {"cost": 0} for block in blocks]
         assert read_all([b for b in again if isinstance(b, Block)]) == [one for one in whole if one[0] not in done]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_small_corpus_has_enough_blocks_for_all_workers(tmp_path, monkeypatch, suffix):
+    """Blocks shrink with the corpus, else all workers but one would wait; a larger corpus keeps the full size."""
+    monkeypatch.setattr(corpus, "SMALLEST_BLOCK", 100)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 12_800)
+    values = [f"document {i:06}" for i in range(4000)]
+    path, sources = tmp_path / f"x.jsonl{suffix}", [SourceConfig(path=str(tmp_path))]
+    path.write_bytes(PACK[suffix](jsonl(*values)))
+    sources[0].suffixes = [".jsonl"]
+    blocks = list(cut(find_files(sources), Rules()))
+    assert len(blocks) >= corpus.BLOCKS and {block.count for block in blocks[:-1]} <= set(range(1, 4000 // 32))
+    assert texts(path) == values
+    (tmp_path / "y.jsonl").write_bytes(jsonl("x" * 12_800 * corpus.BLOCKS))
+    largest = max(
+        block.end - block.start for block in cut(find_files(sources), Rules()) if block.files[0].path == str(path)
+    )
+    assert 12_800 <= largest < 12_900
