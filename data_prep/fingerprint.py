@@ -1,5 +1,6 @@
 """Hashes that tell whether shards, an index or a tokenizer are still the ones they were."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import xxhash
 
 CHUNK = 1 << 22  # bytes read at a time
+CONFIG = "tokenizer_config.json"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 
 
 def file_hash(path: Path) -> str:
@@ -24,7 +27,7 @@ def tokenizer_hash(folder: Path) -> str:
 
     A SentencePiece model counts as its file; any other as its tokenizer.json in canonical form.
     """
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     ends = [_content(config.get(name)) for name in ("eos_token", "bos_token")]
     if (folder / "tokenizer.model").is_file():
         content: Any = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
@@ -34,6 +37,27 @@ def tokenizer_hash(folder: Path) -> str:
             content.pop(per_call_setting, None)
     canonical = json.dumps([content, *ends], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def tokenizer_files_hash(tokenizer: str | Path) -> str | None:
+    """sha256 of what `data.tokenizer` names, as it lies there; None where nothing does.
+
+    Vocabularies count as their bytes; of the config beside them only what decides EOS and BOS, not the chat template.
+    """
+    path = Path(tokenizer).expanduser()
+    names = VOCABULARIES if path.is_dir() else (path.name,)
+    folder = path if path.is_dir() else path.parent
+    digests = [
+        [name, hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in names if (folder / name).is_file()
+    ]
+    if not digests:
+        return None
+    config: dict[str, Any] = {}
+    if (folder / CONFIG).is_file():
+        with contextlib.suppress(ValueError):  # whoever loads the tokenizer says what is wrong with it
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    ends = [_content(config.get(name)) for name in ("eos_token", "bos_token", "add_bos_token")]
+    return hashlib.sha256(json.dumps([digests, ends]).encode()).hexdigest()
 
 
 def _content(token: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.fingerprint import file_hash, tokenizer_hash
+from data_prep.fingerprint import file_hash, tokenizer_files_hash, tokenizer_hash
 
 WAY_OUT = "restore the file from a copy, or remove the folder and run `longpitch prep` again"
 
@@ -176,8 +176,5 @@ def _check_named_tokenizer(shards: Path, manifest: dict[str, Any], tokenizer: st
     then = manifest.get("settings", {}).get("tokenizer_file_hash")
     if tokenizer is None or then is None:
         return
-    path = Path(tokenizer).expanduser()
-    inside = (path / name for name in ("tokenizer.json", "tokenizer.model"))
-    path = next((file for file in inside if file.is_file()), path)
-    if path.is_file() and file_hash(path) != then:
-        raise ValueError(f"{shards} was tokenized with another tokenizer than {path}; prepare it with that one")
+    if tokenizer_files_hash(tokenizer) not in (None, then):
+        raise ValueError(f"{shards} was tokenized with another tokenizer than {tokenizer}; prepare it with that one")

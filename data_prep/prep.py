@@ -30,7 +30,7 @@ from tqdm import tqdm
 from data_prep.blocks import MASKS, Corpus, load_corpus, read_facts, write_block, write_file
 from data_prep.corpus import Block, Document, LeftOut, Rules, cut, files_hash, read_block
 from data_prep.files import SourceFile, find_files
-from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_hash
+from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_files_hash, tokenizer_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import read_manifest
 from data_prep.mixture import Choice, choose, heldout_border
@@ -124,11 +124,11 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
                 folder.rmdir()  # it was empty
             os.rename(partial, folder)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(
-            f"the disk of {partial} is full ({error.filename or 'while writing'}); free some space and run the same"
-            " command, it goes on from there"
+            f"the disk of {partial} is full ({os.strerror(error.errno)}); free some space and run the same command, it"
+            " goes on from there"
         ) from error
     return Prepared(folder, manifest, fresh=True)
 
@@ -173,10 +173,7 @@ def _settings(data: DataConfig, seq_length: int) -> dict[str, Any]:
     if data.tokenizer is None:
         settings["tokenizer_vocab_size"] = data.tokenizer_vocab_size
     else:
-        path = Path(data.tokenizer).expanduser()
-        inside = (path / name for name in ("tokenizer.json", "tokenizer.model"))
-        path = next((file for file in inside if file.is_file()), path)
-        settings["tokenizer_file_hash"] = file_hash(path) if path.is_file() else None
+        settings["tokenizer_file_hash"] = tokenizer_files_hash(data.tokenizer)
     settings |= {key: getattr(data, key) for key in SETTINGS}
     return settings | {"mixture": [asdict(part) for part in data.mixture]}
 

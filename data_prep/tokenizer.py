@@ -6,6 +6,7 @@ document cannot forge its own end.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for
 SMALLEST_VOCABULARY = 257  # every byte and the end of a document
 PIECE = 1 << 20  # characters given to the trainer at a time
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces where that changes no id
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust ends its sentence
 WORD_END = re.compile(r"\w(?=\s)")  # where tokenizers split anyway
 SEARCHED = 1 << 16  # characters in which a place for a cut is looked for
 TRIES = 8  # places that are looked at for one cut
@@ -118,7 +120,17 @@ class TextEncoder:
 
     def save(self, folder: Path) -> None:
         """Write a directory that `AutoTokenizer.from_pretrained` loads."""
-        self._tokenizer.save_pretrained(folder)
+        _save(self._tokenizer, folder)
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save; the library's Rust part raises a bare Exception where the disk is full, which becomes an OSError again."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if (found := OS_ERROR.search(str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
 def _bos_id(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None) -> int | None:
@@ -169,7 +181,7 @@ class SentencePieceEncoder:
             unk_token=self._processor.id_to_piece(self._processor.unk_id()),
             bos_token=self._processor.id_to_piece(max(self._processor.bos_id(), self._processor.unk_id())),
         )
-        fast.save_pretrained(folder)
+        _save(fast, folder)
         shutil.copyfile(self._path, folder / "tokenizer.model")
 
 

@@ -1,7 +1,9 @@
 """From corpus to shards: complete, repeatable, atomic, and plain about what is wrong."""
 
+import errno
 import json
 import math
+import os
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from streaming import LocalDataset
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 import data_prep.folder_lock
 from data_prep.fingerprint import file_hash
@@ -18,6 +21,7 @@ from data_prep.guard import check_manifest, check_split
 from data_prep.prep import prepare
 from data_prep.recall import recall_masks
 from data_prep.tokenizer import train_tokenizer
+from launch.cli import app
 from recipes.schema import DataConfig, MixtureConfig, SourceConfig
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -170,9 +174,38 @@ def test_replaced_tokenizer_is_noticed(tmp_path):
     data = config(tmp_path, tokenizer=str(tmp_path / "mine"))
     run(data)
     assert not run(data).fresh
+    settings = tmp_path / "mine" / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    settings.write_text(json.dumps(content | {"chat_template": "{{ messages }}"}))
+    assert not run(data).fresh
+    for change in ({"eos_token": "a"}, {"add_bos_token": True}):
+        settings.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match="tokenizer_file_hash"):
+            run(data)
+        with pytest.raises(ValueError, match="another tokenizer than"):
+            check_manifest(tmp_path / "shards", seq_length=SEQ_LENGTH, vocab_size=1000, tokenizer=data.tokenizer)
     train_tokenizer(["another word"], 300).save(tmp_path / "mine")
     with pytest.raises(ValueError, match="tokenizer_file_hash"):
         run(data)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_or_quota_wherever_it_is_noticed(tmp_path, monkeypatch, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code), "somewhere")
+
+    monkeypatch.setattr("data_prep.prep.write_index", fail)
+    with pytest.raises(ValueError, match=r"shards\.partial is full .* run the same command"):
+        run(config(tmp_path))
+
+
+def test_another_seed_of_training_is_the_same_preparation(tmp_path):
+    """Recipes that differ in their seed share the shards; the split has a seed of its own."""
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+    override = [f"data.shards={tmp_path}/s", f"data.sources=[{{path: {STDLIB}/json, suffixes: [.py]}}]"]
+    for seed, said in ((1, "tokens"), (2, "nothing to do")):
+        done = CliRunner().invoke(app, ["prep", str(recipe), f"seed={seed}", *override])
+        assert done.exit_code == 0 and said in done.output, done.output
 
 
 def test_folder_of_something_else_is_left_alone(tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizers: exact on real text, the same on every training, one EOS after every document."""
 
+import errno
 import json
 import sysconfig
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_a_document_cannot_forge_its_end(trained):
     (ids,) = encoder.encode([text])
     assert (ids == encoder.eos_id).sum() == 1
     assert AutoTokenizer.from_pretrained(folder).decode(ids[:-1]) == text
+
+
+def test_full_disk_while_saving_is_an_os_error(trained, tmp_path):
+    """The library itself would raise a bare Exception, which nobody takes for a full disk."""
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as error:
+        trained[0].save(tmp_path)
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_training_is_repeatable(trained, tmp_path):
