@@ -72,15 +72,15 @@ def choose(
         max_tokens: of the training split.
         longest_first: where not all documents are wanted, take the longest; else any, by their hash.
     """
-    left_out: dict[str, int] = {}
-    kept = distinct(corpus.hashes) if deduplicate else np.ones(len(corpus.lengths), dtype=bool)
-    left_out["duplicate"] = int((~kept).sum())
+    parts = _parts(corpus, names, mixture)
+    kept = parts >= 0
+    left_out = {"outside the mixture": int((~kept).sum())}
+    if deduplicate:  # among what is wanted: a copy that is not must not take the place of one that is
+        kept[kept] = distinct(corpus.hashes[kept])
+    left_out["duplicate"] = int((parts >= 0).sum() - kept.sum())
     high = corpus.hashes[:, 0]
     border = heldout_border(int(high.min()), int(high.max()), heldout_fraction)
     is_heldout = high < border
-    parts = _parts(corpus, names, mixture)
-    left_out["outside the mixture"] = int((kept & (parts < 0)).sum())
-    kept &= parts >= 0
     train = np.flatnonzero(kept & ~is_heldout)
     choice = Choice(train, np.flatnonzero(kept & is_heldout), left_out)
     if mixture or max_tokens is not None:

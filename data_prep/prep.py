@@ -52,7 +52,7 @@ from recipes.schema import PACKINGS, DataConfig
 TRAINING_TEXT = 64 << 20  # bytes of text that a tokenizer is trained on, at most
 TRAINING_BLOCKS = 1024  # of the corpus, evenly spread, in which that text is looked for
 BATCH_TEXT = 1 << 20  # characters of documents that are tokenized at a time
-PACKAGES = ("mosaicml-streaming", "tokenizers", "transformers", "numpy", "pyarrow")
+PACKAGES = ("mosaicml-streaming", "tokenizers", "transformers", "sentencepiece", "numpy", "pyarrow", "orjson")
 SETTINGS = (  # of the recipe, that decide the bytes of the shards
     "bad_documents",
     "max_document_mib",
@@ -251,9 +251,14 @@ class _Preparation:
         )
         if not len(choice.train):
             raise ValueError("no document is left for training; lower data.heldout_fraction or add documents")
+        if data.heldout_fraction and not len(choice.heldout):
+            raise ValueError(
+                "no document of the mixture is held out; raise data.heldout_fraction, set it to 0, or add documents"
+            )
         left_out.update(choice.left_out)
         splits = self._write_splits(corpus, choice, encoder)
         places = [place for key in sorted(facts) for place in facts[key]["places"]]
+        (self.folder / "left_out.txt").unlink(missing_ok=True)  # of a killed run, before its files were repaired
         if places:
             write_file(self.folder / "left_out.txt", "".join(f"{place}\n" for place in places).encode())
         manifest = self._manifest(corpus, choice, encoder, splits, dict(sorted(left_out.items())))
@@ -273,11 +278,11 @@ class _Preparation:
         """Keep what a killed run with the same settings has left, and nothing else."""
         path = self.folder / "work" / "settings.json"
         # a tokenizer that is trained here has learned from all files
-        now = self.settings | {"files": None if self.data.tokenizer else files_hash(self.files)}
+        now = self.settings | {"files": None if self.data.tokenizer else files_hash(self.files)} | _versions()
         then = json.loads(path.read_bytes()) if path.is_file() else None
         if then != json.loads(json.dumps(now)):
             if then is not None:
-                _say(f"{self.folder} was begun with other settings or files; beginning anew")
+                _say(f"{self.folder} was begun with other settings, files or versions; beginning anew")
             for entry in self.folder.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             write_file(path, json.dumps(now).encode())
@@ -492,8 +497,7 @@ class _Preparation:
                 "hash": _sizes_hash(self.files),
             },
             "settings": json.loads(json.dumps(self.settings)),
-            "versions": {"python": ".".join(map(str, sys.version_info[:3]))}
-            | {name: version(name) for name in PACKAGES},
+            "versions": _versions(),
         }
         return manifest | {"hash": manifest_hash(manifest)}
 
@@ -510,6 +514,11 @@ class _Preparation:
                     {"source": name, "min_tokens": 1 << power, "documents": int(inside.sum()), "tokens": tokens}
                 )
         return buckets
+
+
+def _versions() -> dict[str, str]:
+    """Of what decides the bytes of the shards besides settings and texts."""
+    return {"python": ".".join(map(str, sys.version_info[:3]))} | {name: version(name) for name in PACKAGES}
 
 
 def _no_text(left_out: Counter[str]) -> ValueError:

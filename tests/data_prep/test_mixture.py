@@ -94,6 +94,17 @@ def test_first_part_that_fits_takes_a_document():
     assert sorted(choice.train) == [0, 2, 3] and choice.left_out == {"outside the mixture": 1}
 
 
+def test_copy_outside_the_mixture_does_not_take_the_place_of_one_inside():
+    """The web has a copy of a book, and comes first; the mixture wants books only."""
+    hashes = np.random.default_rng(0).integers(0, 1 << 64, (3, 2), dtype=np.uint64)
+    documents = corpus([10, 10, 10, 10], [1, 1, 0, 0], hashes=hashes[[0, 1, 0, 2]])
+    choice = mix(documents, {"source": "books", "proportion": 1})
+    assert sorted(choice.train) == [2, 3] and choice.left_out == {"outside the mixture": 2}
+    documents = corpus([10, 10, 10, 10], [0, 1, 0, 0], hashes=hashes[[0, 1, 0, 2]])
+    choice = mix(documents, {"source": "books", "proportion": 1})
+    assert sorted(choice.train) == [0, 3] and choice.left_out == {"outside the mixture": 1, "duplicate": 1}
+
+
 def test_max_tokens_alone():
     documents = many()
     for longest_first in (False, True):

@@ -18,7 +18,7 @@ import data_prep.folder_lock
 from data_prep.fingerprint import file_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import check_manifest, check_split
-from data_prep.prep import prepare
+from data_prep.prep import _hash, prepare
 from data_prep.recall import recall_masks
 from data_prep.tokenizer import train_tokenizer
 from launch.cli import app
@@ -251,6 +251,39 @@ def test_wrong_settings_in_one_sentence(tmp_path, change, prep_change, message):
 def test_corpus_without_text(tmp_path):
     with pytest.raises(ValueError, match=r"no document with text \(left out: 2 empty\)"):
         run(config(tmp_path, sources=one_document(tmp_path, "", " \n")))
+
+
+@pytest.mark.parametrize("upgraded", [False, True])
+def test_nothing_of_a_killed_run_outlives_the_repair_of_its_files(tmp_path, monkeypatch, capfd, upgraded):
+    """Killed before the manifest, then the bad line is repaired, or a library is another version."""
+    train_tokenizer(["good"], 300).save(tmp_path / "tok")
+    sources = one_document(tmp_path, "good", "better")
+    data = config(tmp_path, sources=sources, tokenizer=str(tmp_path / "tok"), bad_documents="skip")
+    with open(tmp_path / "x.jsonl", "a") as file:
+        file.write("bad\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.prep.manifest_hash", None)
+        with pytest.raises(TypeError):
+            run(data)
+    assert (tmp_path / "shards.partial" / "left_out.txt").exists()
+    one_document(tmp_path, "good", "better")
+    if upgraded:
+        monkeypatch.setattr("data_prep.prep.version", lambda name: "9.9")
+    capfd.readouterr()
+    assert run(data).manifest["documents"]["skipped"] == {}
+    assert ("begun with other settings, files or versions" in capfd.readouterr().err) == upgraded
+    assert not (tmp_path / "shards" / "left_out.txt").exists()
+
+
+def test_heldout_outside_the_mixture_is_said(tmp_path):
+    """The only held-out document is one that the mixture does not want."""
+    texts = ["a", "b " * 50, "c " * 60, "d " * 70]
+    sources, hashes = one_document(tmp_path, *texts), [_hash(text, 0)[0] for text in texts]
+    first = texts[hashes.index(min(hashes))]
+    longer = len(first) > 1
+    parts = [MixtureConfig(proportion=1, max_tokens=10) if longer else MixtureConfig(proportion=1, min_tokens=10)]
+    with pytest.raises(ValueError, match="no document of the mixture is held out"):
+        run(config(tmp_path, sources=sources, heldout_fraction=1e-9, mixture=parts))
 
 
 def test_bad_line_stops_before_anything_is_written(tmp_path):
