@@ -124,7 +124,18 @@ def initialize(model: nn.Module, optimizer, scheduler, config: dict, device: tor
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=ModelParallelUnit()
     )
+    if config["bf16"]["enabled"] and config["zero_optimization"]["stage"] == 0:
+        _undo_trial_step(engine.optimizer)
     return engine
+
+
+def _undo_trial_step(optimizer) -> None:
+    """Stage 0 in bf16 allocates AdamW's state by a step with zero gradients, which decays the weights and is counted.
+
+    The first real update would be too short by the bias correction of a second step.
+    """
+    optimizer.optimizer.state.clear()
+    optimizer.refresh_fp32_params()
 
 
 def stage0_grad_norm(model: nn.Module, tensor_group: Group) -> float:

@@ -29,6 +29,7 @@ STOP = 7
 LOOKS_ONLY = "train.train_only=['attention','layernorm','router']"
 LEAK = 0.5
 LEAKS = f"model.attention.leak_probability={LEAK}"
+BF16 = ("train.precision=bf16", "train.steps=3", "train.warmup_steps=0", "train.weight_decay=5")
 FROZEN = r"train.freeze=['mlp\.linear_fc1']"
 
 
@@ -86,6 +87,7 @@ def runs(tmp_path_factory, shards) -> dict:
     one.append(job(folder, shards, "micro 8", *settings("freesolo", 1, 1), "train.micro_batch=8"))
     one.append(job(folder, shards, "recomputed", *settings("freesolo_l", 1, 1), "train.recompute=true"))
     for stage in STAGES:
+        one.append(job(folder, shards, f"bf16 z{stage}", *settings("swa", stage, 1), *BF16))
         copy = str(folder / f"stopped_z{stage}")
         one.append(job(folder, shards, f"smaller z{stage}", *settings("freesolo_l", stage, 1), FROZEN, copy_from=copy))
     copy = str(folder / "l2a_stopped")
@@ -152,6 +154,14 @@ def test_micro_batches_are_not_averaged_one_by_one(runs):
     """Labels are weighted and unevenly spread, so a mean of means would differ in the second digit."""
     assert runs["micro 1"]["losses"] == pytest.approx(runs["micro 8"]["losses"], rel=1e-6)
     assert runs["micro 1"]["losses"] == pytest.approx(runs["freesolo alone"]["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_bf16_weights_move_alike_from_the_first_step(runs, stage):
+    """Each step's loss shows the updates before it, of which the first is the easiest to get wrong."""
+    got, want = runs["bf16 z0"], runs[f"bf16 z{stage}"]
+    assert want["losses"][2] < want["losses"][0] - 0.1
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
 
 
 def test_recomputation_changes_nothing(runs):
