@@ -71,7 +71,11 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
         _join_world(chosen, timeout_seconds)
     if not _is_cut_up(tensor, context):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            distributed_timeout_minutes=timeout_seconds / 60,  # 30 without it; a fraction goes into a timedelta
+        )
     return Layout(
         rank=dist.get_rank(),
         world=dist.get_world_size(),

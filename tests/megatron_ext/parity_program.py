@@ -29,6 +29,7 @@ MODEL = ModelConfig(
     ),
 )  # fmt: skip
 DRAWS = {"seed": 3, "step": 2}  # layer 1 leaks and layer 2 does not
+TIMEOUT = 100.5  # seconds; no whole number of minutes
 PENALTY_SCALE = 0.02
 
 # name -> (kind, length, window, document mask, norm of q and k): slices shorter than the window, lengths that are no
@@ -169,7 +170,15 @@ def run(case: ModelConfig, layout: Layout, recompute: bool = False) -> tuple[dic
 
 def lay_out(tensor: int, context: int) -> Layout:
     """The groups of a layout. Every new cut leaves threads of gloo behind, so main makes each once."""
-    return init_layout(tensor=tensor, context=context, device="cpu", timeout_seconds=60)
+    return init_layout(tensor=tensor, context=context, device="cpu", timeout_seconds=TIMEOUT)
+
+
+def timeouts(layout: Layout) -> list[float]:
+    """Seconds after which a collective of each of the layout's groups gives up."""
+    groups = (layout.tensor_group, layout.context_group, layout.data_context_group, dist.group.WORLD)
+    # torch has no public name for the time-out of a group
+    backends = [group._get_backend(layout.device) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def recomputation(kind: str, layout: Layout, found: dict) -> None:
@@ -188,6 +197,7 @@ def main(result: str) -> None:
     want = {name: run(case, alone) for name, case in cases.items()}
     for tensor, context in ((1, 2), (1, 4), (2, 1), (2, 2)):
         layout = lay_out(tensor, context)
+        found[f"tp{tensor} cp{context} timeouts"] = timeouts(layout)
         for name, case in cases.items():
             ledger.clear()
             got, measured = run(case, layout)

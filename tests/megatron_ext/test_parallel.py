@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.router import leak_draw
 from recipes.schema import L2A_KINDS
 from tests.distributed import run_ranks
-from tests.megatron_ext.parity_program import DRAWS, MODEL, SEQUENCES, config
+from tests.megatron_ext.parity_program import DRAWS, MODEL, SEQUENCES, TIMEOUT, config
 
 LAYOUTS = ("tp1 cp2", "tp1 cp4", "tp2 cp1", "tp2 cp2")
 
@@ -20,6 +20,12 @@ def found() -> dict:
 @pytest.mark.parametrize("case", SEQUENCES)
 def test_equals_one_rank(found, case, layout):
     assert found[f"{case} {layout}"] < 1e-9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_group_has_the_time_out_of_the_recipe(found, layout):
+    """To the second: the ranks of a group give up as early as the whole world does."""
+    assert found[f"{layout} timeouts"] == [TIMEOUT] * 4
 
 
 @pytest.mark.parametrize("kind", ["swa", "freesolo", "freesolo_l", "l2a"])
