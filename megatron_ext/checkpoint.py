@@ -7,6 +7,7 @@ of GPUs is read (a universal checkpoint).
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ from recipes.schema import L2A_KINDS, ModelConfig
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 TAG = "state"
 MARK = "complete.json"
+CONVERSION_LIMIT = 6 * 3600.0  # seconds; a conversion reads and writes the whole training state in one process
+POLL_SECONDS = 0.5
 WEIGHTS = "weights"  # folder of a checkpoint that holds weights only, as safetensors
 
 
@@ -95,8 +98,7 @@ def save(engine: TrainEngine, folder: Path, *, step: int, facts: dict, client: d
     if layout.rank == 0:
         _publish(partial, target, {"step": step} | facts)
         for old in complete_checkpoints(folder)[:-keep]:
-            (old / MARK).unlink()  # first, so that a kill in the middle leaves no half checkpoint that counts
-            shutil.rmtree(old)
+            _remove_marked(old)
     dist.barrier()
     return target
 
@@ -135,6 +137,11 @@ def _mark_complete(target: Path, facts: dict) -> None:
     aside.rename(target / MARK)
     _sync(target)
     _sync(target.parent)
+
+
+def _remove_marked(folder: Path) -> None:
+    (folder / MARK).unlink()  # first, so that a kill in the middle leaves no half folder that counts
+    shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:
@@ -186,12 +193,8 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
     """
     layout = engine.layout
     if universal:
-        tag = TAG + deepspeed_compat.UNIVERSAL_SUFFIX
-        if layout.rank == 0:
-            shutil.rmtree(checkpoint / tag, ignore_errors=True)
-            deepspeed_compat.convert_to_universal(checkpoint, TAG)
-        dist.barrier()
-        path, client = deepspeed_compat.load_universal(engine.deepspeed, checkpoint, tag)
+        converted = universal_form(checkpoint, rank=layout.rank)
+        path, client = deepspeed_compat.load_universal(engine.deepspeed, checkpoint, converted.name)
     else:
         path, client = engine.deepspeed.load_checkpoint(str(checkpoint), tag=TAG)
     if path is None:
@@ -202,11 +205,60 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
         )
         dist.barrier()
         if layout.rank == 0:
-            shutil.rmtree(checkpoint / tag, ignore_errors=True)
+            _remove_marked(converted)
     else:
         _restore_random_state(checkpoint / f"random_rank_{layout.rank}.pt", layout.device)
     _check_same_weights(engine, checkpoint)
     return client
+
+
+def universal_form(checkpoint: Path, *, rank: int, limit_seconds: float = CONVERSION_LIMIT) -> Path:
+    """The folder with the universal form of a checkpoint, which rank 0 makes. Collective.
+
+    That may last longer than any collective waits, so the other ranks look for a file meanwhile. A finished conversion
+    outlives a run that dies before it has read it.
+
+    Raises:
+        CheckpointError: rank 0 failed, or is not done after `limit_seconds`; its own error is raised on rank 0.
+    """
+    target = checkpoint / (TAG + deepspeed_compat.UNIVERSAL_SUFFIX)
+    mark, failure = target / MARK, checkpoint / f"{target.name}.failed"
+    if rank == 0:
+        failure.unlink(missing_ok=True)
+        if not mark.exists():
+            shutil.rmtree(target, ignore_errors=True)
+    dist.barrier()
+    if rank == 0:
+        if not mark.exists():
+            _convert(checkpoint, target, failure)
+    else:
+        _wait_for(mark, failure, limit_seconds)
+    dist.barrier()
+    return target
+
+
+def _convert(checkpoint: Path, target: Path, failure: Path) -> None:
+    try:
+        deepspeed_compat.convert_to_universal(checkpoint, TAG)
+        for path in [*target.rglob("*"), target]:
+            _sync(path)
+        _mark_complete(target, {})
+    except BaseException as error:
+        failure.write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _wait_for(mark: Path, failure: Path, limit_seconds: float) -> None:
+    end = time.monotonic() + limit_seconds
+    while not mark.exists():
+        if failure.exists():
+            raise CheckpointError(f"{mark.parent}: rank 0 could not convert the checkpoint ({failure.read_text()})")
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{mark.parent}: rank 0 has not converted the checkpoint after {limit_seconds:g} s; is the folder on "
+                "a shared disk?"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def _restore_random_state(path: Path, device: torch.device) -> None:

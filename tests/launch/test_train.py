@@ -70,6 +70,8 @@ def runs(tmp_path_factory, shards) -> dict:
         two.append(job(folder, shards, f"whole z{stage}", *layout, FROZEN))
         copy = str(folder / f"stopped_z{stage}")
         two.append(job(folder, shards, f"resumed z{stage}", *layout, FROZEN, copy_from=copy))
+    restaged = (*settings("freesolo_l", 1, 2), FROZEN)
+    two.append(job(folder, shards, "restaged", *restaged, copy_from=str(folder / "stopped_z2")))
     layout = (*settings("l2a", 1, 2), LOOKS_ONLY, LEAKS)
     two.append(job(folder, shards, "l2a stopped", *layout, stop_at=STOP))
     two.append(job(folder, shards, "l2a whole", *layout))
@@ -196,6 +198,12 @@ def test_resumes_on_fewer_ranks(runs, stage):
     """Through a universal checkpoint, with frozen weights and two groups of weight decay, which DeepSpeed loses."""
     whole, smaller = runs[f"whole z{stage}"], runs[f"smaller z{stage}"]
     assert smaller["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_resumes_at_another_stage(runs):
+    """Two ranks read what one of them has converted."""
+    assert runs["restaged"]["losses"] == pytest.approx(runs["whole z2"]["losses"], rel=1e-5)
+    assert not list(runs["folder"].glob("restaged/checkpoints/*/*universal/*"))
 
 
 def test_frozen_weights_change_the_run(runs):

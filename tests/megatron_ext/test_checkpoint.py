@@ -1,11 +1,15 @@
 """Only complete checkpoints count, the newest is the highest step, and a layout that cannot read one is told so."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext import checkpoint
 from megatron_ext.checkpoint import (
     MARK,
     CheckpointError,
@@ -16,6 +20,7 @@ from megatron_ext.checkpoint import (
     newest_complete,
     read_facts,
     save,
+    universal_form,
 )
 
 
@@ -218,3 +223,60 @@ def test_complete_step_is_not_written_twice(alone, tmp_path):
     writer = FileWriter()
     assert save_step(alone, tmp_path, 3, writer=writer) == tmp_path / "step_3"
     assert writer.saves == 0
+
+
+# conversion
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Calls a function of the rank on two threads, whose barrier waits 0.3 s and where a converter takes 1 s.
+
+    Returns what the ranks returned or raised; the converter raises what `fails` holds.
+    """
+    barrier, calls, fails = threading.Barrier(2), [], []
+
+    def convert(folder: Path, tag: str) -> None:
+        calls.append(folder)
+        (folder / f"{tag}_universal").mkdir()
+        time.sleep(1.0)
+        if fails:
+            raise fails[0]
+
+    def outcome(function, rank: int):
+        try:
+            return function(rank)
+        except (OSError, ValueError, threading.BrokenBarrierError) as error:
+            return error
+
+    def run(function) -> list:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda rank: outcome(function, rank), (0, 1)))
+
+    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: barrier.wait(0.3))
+    monkeypatch.setattr(checkpoint, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoint.deepspeed_compat, "convert_to_universal", convert)
+    return SimpleNamespace(run=run, calls=calls, fails=fails)
+
+
+def test_long_conversion_meets_no_collective_and_is_kept(two_ranks, tmp_path):
+    """What an earlier conversion left half done does not count; what it finished does."""
+    (tmp_path / "state_universal" / "half").mkdir(parents=True)
+    target = tmp_path / "state_universal"
+    assert two_ranks.run(lambda rank: universal_form(tmp_path, rank=rank)) == [target, target]
+    assert [path.name for path in target.iterdir()] == [MARK]
+    assert two_ranks.run(lambda rank: universal_form(tmp_path, rank=rank)) == [target, target]
+    assert two_ranks.calls == [tmp_path]
+
+
+def test_failed_conversion_ends_every_rank(two_ranks, tmp_path):
+    two_ranks.fails.append(OSError("No space left on device"))
+    first, second = two_ranks.run(lambda rank: universal_form(tmp_path, rank=rank))
+    assert first is two_ranks.fails[0]
+    assert isinstance(second, CheckpointError) and "rank 0 could not convert" in str(second)
+    assert "No space left" in str(second)
+
+
+def test_wait_for_a_conversion_ends(two_ranks, tmp_path):
+    _, second = two_ranks.run(lambda rank: universal_form(tmp_path, rank=rank, limit_seconds=0.2))
+    assert isinstance(second, CheckpointError) and "after 0.2 s; is the folder on a shared disk?" in str(second)
