@@ -54,10 +54,15 @@ class ContextFreeGate(nn.Module):
         self.open_probability = open_probability
 
     def forward(self, z: Tensor, context: SequenceContext, layer: int) -> Gates:
-        """Draw for the positions of z [T, B, hidden]; all sequences of a step share the draw."""
-        positions = context.start + torch.arange(z.shape[0], device=z.device)
+        """Draw for the positions of z [T, B, hidden], counted from a document's start where documents are kept apart.
+
+        All sequences of a step share the draw, and then all documents.
+        """
+        positions = context.start + torch.arange(z.shape[0], device=z.device)[:, None]
+        if context.first_key is not None:
+            positions = positions - context.first_key.t()
         drawn = open_draw(positions, self.open_probability, seed=context.seed, step=context.step, layer=layer)
-        is_open = drawn[:, None].expand(z.shape[:2])
+        is_open = drawn.expand(z.shape[:2])
         return Gates(is_open, is_open.to(torch.promote_types(z.dtype, torch.float32)), None)
 
 

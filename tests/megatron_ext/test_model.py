@@ -59,7 +59,8 @@ def document_case(kind: str, **changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("kind", "leak"), [("dense", 0.0), ("swa", 0.0), ("l2a", 0.0), ("l2a", 1.0), ("l2a_shared", 0.5)]
+    ("kind", "leak"),
+    [("dense", 0.0), ("swa", 0.0), ("l2a", 0.0), ("l2a", 1.0), ("l2a_shared", 0.5), ("context_free", 0.0)],
 )
 def test_packed_documents_equal_each_alone(alone, kind, leak):
     """With L2A's penalty in the gradient, some gates open and some closed, and with layers that leak."""
