@@ -2,7 +2,8 @@
 
 One GPU, or several under torchrun with the recipe's parallel layout; random tokens, the engine that `train` uses.
 "dense" is the same model with torch's own attention (SDPA), with the fastest kernel that torch has (cuDNN's);
-"dense-fa2" takes FlashAttention-2 instead. With context parallelism "dense" is our own kernels.
+"dense-fa2" takes FlashAttention-2 instead. With context parallelism "dense" is our own kernels, and there is no
+"dense-fa2".
 """
 
 import os
@@ -24,7 +25,7 @@ from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import build_model, slice_context
 from recipes.load import check_world
-from recipes.schema import Recipe
+from recipes.schema import L2A_KINDS, Recipe
 
 FA2 = "-fa2"
 # names of GPU kernels -> what they do; the first that matches counts, the rest are elementwise work and norms
@@ -48,9 +49,13 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
         steps: timed steps, after 3 to warm up; the median counts.
 
     Raises:
-        ValueError: the ranks that were started do not fit the parallel layout.
+        ValueError: the ranks that were started do not fit the parallel layout, or "-fa2" with context parallelism.
     """
     parallel = recipe.parallel
+    if parallel.context > 1 and any(kind.endswith(FA2) for kind in kinds):
+        raise ValueError(
+            f"parallel.context = {parallel.context}: FlashAttention-2 has no rows there; choose other kinds"
+        )
     check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
     layout = init_layout(
         tensor=parallel.tensor, context=parallel.context, device="auto", timeout_seconds=parallel.timeout_seconds
@@ -84,8 +89,13 @@ def _print(row: dict) -> None:
 
 
 def _with_kind(recipe: Recipe, kind: str) -> Recipe:
-    changed = replace(recipe.model.attention, kind=kind.removesuffix(FA2))
-    return replace(recipe, model=replace(recipe.model, attention=changed))
+    """The recipe with another attention; where that has no gates, none are named among what trains."""
+    kind = kind.removesuffix(FA2)
+    model = replace(recipe.model, attention=replace(recipe.model.attention, kind=kind))
+    train = recipe.train
+    if kind not in L2A_KINDS or kind == "context_free":
+        train = replace(train, train_only=[pattern for pattern in train.train_only if pattern != "router"])
+    return replace(recipe, model=model, train=train)
 
 
 def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> dict:
@@ -124,13 +134,10 @@ def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
         recompute=train.recompute,
         fused=True,
     )
-    settings = optimizer_settings(recipe)
-    names = [name for name, _ in model.named_parameters()]  # the recipe may name gates that another kind has not
-    present = [pattern for pattern in settings.train_only if any(re.search(pattern, name) for name in names)]
     return TrainEngine(
         model,
         layout,
-        replace(settings, train_only=present),
+        optimizer_settings(recipe),
         zero_stage=recipe.parallel.zero_stage,
         dtype=dtype,
         micro_batch=micro_batch,

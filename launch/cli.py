@@ -173,15 +173,19 @@ def step_bench(
     micro_batch: Annotated[int, typer.Option(help="sequences a step", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="timed steps", min=1)] = 10,
 ) -> None:
-    """Tokens a second of a recipe's whole training step, with its attention and with SDPA, and where the time goes."""
+    """Tokens a second of a recipe's whole training step beside dense attention's, and where the time goes.
+
+    Under torchrun with the recipe's parallel layout; parallel.context=1 for one GPU.
+    """
     loaded = load_recipe(recipe, overrides)
     _need_gpu()
     from launch.bench_step import bench_step
     from megatron_ext.context_parallel.layout import leave_layout
 
+    baselines = ["dense"] if loaded.parallel.context > 1 else ["dense", "dense-fa2"]
     bench_step(
         loaded,
-        tuple(kind or dict.fromkeys(["dense", "dense-fa2", loaded.model.attention.kind])),
+        tuple(kind or dict.fromkeys([*baselines, loaded.model.attention.kind])),
         micro_batch=micro_batch,
         steps=steps,
     )
