@@ -76,7 +76,7 @@ class TextEncoder:
         self.eos_id = vocabulary[tokenizer.eos_token]
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = _dtype(self.vocab_size)
-        self.bos_id = _bos_id(tokenizer, name, add_bos)
+        self.bos_id = document_bos(tokenizer, name, add_bos)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each document, with EOS and BOS."""
@@ -133,7 +133,12 @@ def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
-def _bos_id(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None) -> int | None:
+def document_bos(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None) -> int | None:
+    """The token that begins documents, None where nothing does; add_bos of None does as the tokenizer does by itself.
+
+    Raises:
+        ValueError: the tokenizer called `name` has no such token, and add_bos is true.
+    """
     bos = tokenizer.bos_token_id
     if add_bos is None:
         add_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]

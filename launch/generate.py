@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from launch.run_directory import find_tokenizer, model_of
+from launch.run_directory import find_bos, find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from recipes.load import override_model
-from recipes.schema import ModelConfig, Recipe
+from recipes.schema import ModelConfig
 
 
 def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: list[str] | None = None) -> list[str]:
@@ -28,29 +27,28 @@ def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: lis
     run = step.parent.parent
     config = override_model(model_of(run), overrides or [])
     tokenizer = AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
+    bos = find_bos(run, tokenizer)
     if not all(prompts):
         raise ValueError("a prompt is empty; give at least one character")
     init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
     try:
         model = load_model(config, step)
-        return [_continue(model, config, tokenizer, prompt, num_tokens) for prompt in prompts]
+        return [_continue(model, config, tokenizer, bos, prompt, num_tokens) for prompt in prompts]
     finally:
         leave_layout()
 
 
-def _continue(model: LanguageModel, config: ModelConfig, tokenizer, prompt: str, num_tokens: int) -> str:
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+def _continue(
+    model: LanguageModel, config: ModelConfig, tokenizer, bos: int | None, prompt: str, num_tokens: int
+) -> str:
+    text = tokenizer.encode(prompt, add_special_tokens=False)
+    head = [] if bos is None or text[:1] == [bos] else [bos]
+    tokens = head + text
     for _ in range(num_tokens):
         tokens.append(int(next_token_logits(model, config, tokens[-config.seq_length :]).argmax()))
         if tokens[-1] == tokenizer.eos_token_id:
             break
-    return tokenizer.decode(tokens)
-
-
-def run_recipe(run: Path) -> Recipe:
-    """The resolved recipe that a run directory keeps."""
-    merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(run / "recipe.yaml"))
-    return OmegaConf.to_object(merged)  # type: ignore[return-value] - a Recipe, as the merge is structured
+    return tokenizer.decode(tokens[len(head) :])
 
 
 def load_model(config: ModelConfig, step: Path) -> LanguageModel:

@@ -5,12 +5,16 @@ import json
 import logging
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
 
 from data_prep.cache import open_shards
+from data_prep.guard import DataError, read_manifest
+from data_prep.tokenizer import document_bos
 from recipes.load import read_model, save_recipe
 from recipes.schema import ModelConfig, Recipe
 
@@ -102,6 +106,18 @@ def find_tokenizer(run: Path) -> Path:
     if not beside.is_dir():
         raise ValueError(f"{run}: neither {own} nor {beside} exists; copy its tokenizer to one of them")
     return beside
+
+
+def find_bos(run: Path, tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The token that begins the documents of a run, None where nothing does: what its shards say.
+
+    Without shards (an import, or they have gone) what `prep` would decide for the tokenizer.
+    """
+    data = OmegaConf.select(OmegaConf.load(run / "recipe.yaml"), "data") or {}
+    if data.get("shards") is not None:
+        with suppress(DataError):
+            return read_manifest(find_shards(run)).get("bos_id")
+    return document_bos(tokenizer, str(run), data.get("add_bos"))
 
 
 def find_shards(run: Path) -> Path:

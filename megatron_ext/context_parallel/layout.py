@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.context_parallel.collectives import Group
+from recipes.schema import DEVICES
 
 # what a launcher would set for one process; LONGPITCH_ALONE marks that it was us
 _ALONE = {
@@ -45,7 +46,13 @@ class Layout:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`cpu`, or the GPU of this local rank for `cuda`, or for `auto` the GPU where there is one."""
+    """`cpu`, or the GPU of this local rank for `cuda`, or for `auto` the GPU where there is one.
+
+    Raises:
+        ValueError: another name, or no GPU for this rank.
+    """
+    if wanted not in DEVICES:
+        raise ValueError(f"device {wanted} is not one of {', '.join(DEVICES)}")
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from launch import generate
 from launch.conversion import export_model, import_model
 from launch.generate import greedy
 from launch.run_directory import model_of
@@ -104,6 +106,32 @@ def test_generate_reads_an_import(models, tmp_path):
     run = import_model(models["qwen2-tied"], tmp_path / "run", "dense", [])
     (text,) = greedy(run, ["every word"], 4)
     assert text.startswith("every word") and len(text) > len("every word")
+
+
+def test_generate_begins_as_the_documents_did(models, tmp_path, monkeypatch):
+    """By the manifest of the shards; without shards by the recipe, then by the tokenizer itself."""
+    run = import_model(models["qwen2-tied"], tmp_path / "run", "dense", [])
+    recipe, config = run / "recipe.yaml", run / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": "z"}))
+    seen: list[list[int]] = []
+
+    def logits(_model, _config, tokens: list[int]) -> torch.Tensor:
+        seen.append(list(tokens))
+        return torch.eye(300)[tokens[-1]]
+
+    monkeypatch.setattr(generate, "next_token_logits", logits)
+    (plain,) = greedy(run, ["every word"], 1)
+    imported = recipe.read_text()
+    recipe.write_text(imported + "  add_bos: true\n")
+    assert greedy(run, ["every word"], 1) == [plain]
+    (tmp_path / "manifest.json").write_text('{"bos_id": 7}')
+    recipe.write_text(imported + f"  shards: {tmp_path}\n")
+    assert greedy(run, ["every word"], 1) == [plain]
+    (tmp_path / "manifest.json").unlink()
+    assert greedy(run, ["every word"], 1) == [plain]
+    bare, by_recipe, by_shards, gone = seen
+    assert by_recipe == [AutoTokenizer.from_pretrained(run / "tokenizer").bos_token_id, *bare]
+    assert by_shards == [7, *bare] and gone == bare
 
 
 def test_import_is_the_base_of_a_training_recipe(models, tmp_path):

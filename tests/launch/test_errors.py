@@ -12,7 +12,7 @@ import pytest
 from data_prep.prep import prepare
 from launch.run_directory import find_tokenizer
 from launch.train import train
-from megatron_ext.context_parallel.layout import leave_layout
+from megatron_ext.context_parallel.layout import leave_layout, pick_device
 from recipes.load import RecipeError, load_recipe
 from tests.distributed import ROOT, free_port, rank_environment
 from tests.launch.train_program import RECIPE
@@ -50,6 +50,11 @@ def longpitch(*arguments: str, **environment: str) -> subprocess.CompletedProces
 def files(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, but for logs and locks."""
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and "logs" not in p.parts}
+
+
+def test_device_that_is_none():
+    with pytest.raises(ValueError, match="device gpu is not one of auto, cpu, cuda"):
+        pick_device("gpu")
 
 
 def test_unknown_key_exits_2_with_a_hint():
