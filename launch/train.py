@@ -95,15 +95,16 @@ class Trainer:
         self.run = RunDirectory(recipe.run_dir, rank=self.layout.rank)
         self.resumed_from = checkpoint.newest_complete(self.run.checkpoints)
         self.step, self.tokens = 0, 0
+        self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
         self.engine = self._build_engine()
         self.loader = self._open_loader()
         client = self._resume()
         if client is not None:
             self.step, self.tokens = client["step"], client["tokens"]
+            self.open_fraction = client.get("open_fraction", 1.0)  # not in the oldest checkpoints
             self.loader.load_state_dict(client["data"])
             dist.barrier()  # a rank that is done at once must not take away what another still attaches to
         self.skipped = 0
-        self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
         self.stop_signal: int | None = None
 
     # setting up
@@ -319,7 +320,12 @@ class Trainer:
             "layout": checkpoint.layout_facts(self.layout, recipe.parallel.zero_stage),
             "model": model_facts(recipe.model),
         }
-        client = {"step": self.step, "tokens": self.tokens, "data": self.loader.state_dict()}
+        client = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "data": self.loader.state_dict(),
+            "open_fraction": self.open_fraction,
+        }
         path = checkpoint.save(
             self.engine, self.run.checkpoints, step=self.step, facts=facts, client=client, keep=recipe.checkpoint.keep
         )

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.train import Trainer
 from megatron_ext.router import leak_draw
+from recipes.load import load_recipe
 from recipes.schema import ATTENTION_KINDS, L2A_KINDS
 from tests.distributed import ROOT, free_port, rank_environment, run_ranks
 from tests.launch.train_program import RECIPE
@@ -309,3 +311,13 @@ def test_vanished_shard_ends_all_ranks(runs, shards):
         process.kill()
     output = finish(processes)[1]
     assert "Traceback" not in output and ("shard" in output or "rank" in output)
+
+
+def test_resumed_run_counts_the_gates_as_the_last_logged_step_had_them(runs, shards, alone):
+    """For the FLOP of the steps until the next one is logged, which is step 15 here."""
+    again = job(runs["folder"], shards, "l2a summed", *settings("l2a", 1, 1))
+    trainer = Trainer(load_recipe(RECIPE, again["settings"]))
+    trainer.close()
+    last = runs["l2a summed"]["open"][9]
+    assert trainer.step == 12
+    assert trainer.open_fraction == pytest.approx(sum(last) / len(last)) and trainer.open_fraction < 1
