@@ -70,7 +70,8 @@ class LeftOut:
         """Count a bad document, or stop."""
         sentence = f"{place}: {bad}"
         if rules.bad_documents == "stop":
-            raise ValueError(f"{sentence}; repair it, or set data.bad_documents: skip") from bad
+            field = "name another text_field or language_field in data.sources, " * (bad.reason == "no such field")
+            raise ValueError(f"{sentence}; {field}repair it, or set data.bad_documents: skip") from bad
         self.counts[bad.reason] += count
         self.places.append(sentence)
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerF
 
 END_OF_DOCUMENT = "<|endoftext|>"  # of the tokenizer trained here
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for in a bare tokenizer.json
+MODEL_INPUTS = ["input_ids", "attention_mask"]  # transformers would add token_type_ids, which no model here takes
 SMALLEST_VOCABULARY = 257  # every byte and the end of a document
 PIECE = 1 << 20  # characters given to the trainer at a time
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces where that changes no id
@@ -253,7 +254,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, share: float = 1.0
     )
     bpe.train_from_iterator(_pieces(texts, share), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END_OF_DOCUMENT, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        eos_token=END_OF_DOCUMENT,
+        clean_up_tokenization_spaces=False,
+        model_input_names=MODEL_INPUTS,
     )
     return TextEncoder(tokenizer, "trained here")
 

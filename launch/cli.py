@@ -37,7 +37,10 @@ def _about() -> None:
     """Train and extend long-context language models with FreeSolo attention on many GPUs."""
 
 
-@app.command(epilog="Example: longpitch prep recipes/quickstart.yaml data.heldout_fraction=0.02")
+@app.command(
+    epilog="Example: longpitch prep recipes/quickstart.yaml data.shards=runs/shards "
+    "'data.sources=[{path: kernels, suffixes: [.py]}]'"
+)
 def prep(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file", show_default=False)] = None,
     overrides: Overrides = None,
@@ -77,7 +80,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     leave_layout()  # NCCL's threads would keep the process from ending
 
 
-@app.command(epilog='Example: longpitch generate runs/quickstart --prompt "def main(" --tokens 64')
+@app.command(epilog='Example: longpitch generate runs/quickstart/whole --prompt "def main(" --tokens 64')
 def generate(
     run: RunPath,
     prompt: Annotated[list[str], typer.Option(help="text to go on from; may be given several times")],
@@ -107,7 +110,7 @@ def evaluate(
     typer.echo(f"loss on {found.tokens:,} held-out tokens: {found.loss:.4f}")
 
 
-@app.command(epilog="Example: longpitch report runs/quickstart --out loss.png")
+@app.command(epilog="Example: longpitch report runs/quickstart/whole runs/quickstart/broken --out loss.png")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
     out: Annotated[Path, typer.Option(help="PNG to write")] = Path("loss.png"),

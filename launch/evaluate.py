@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
+from data_prep.guard import check_manifest
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress
-from launch.run_directory import find_shards, model_of
+from launch.run_directory import find_shards, model_of, split_shards
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.model import LanguageModel, build_model, slice_context
@@ -30,16 +31,19 @@ def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list
     Args:
         sequences: held-out sequences, at most.
         device: auto, cpu or cuda.
-        overrides: `model.key=value`, such as another gate_threshold.
+        overrides: `model.key=value`, such as another gate_threshold, and `data.shards=FOLDER`, for an import.
 
     Raises:
         ValueError: no complete checkpoint, no held-out shards, or overrides that do not fit the weights.
     """
     step = checkpoint.find(run)
     home = step.parent.parent
-    model = override_model(model_of(home), overrides or [])
+    named, changes = split_shards(overrides)
+    model = override_model(model_of(home), changes)
     check_model(model)
-    reader = EvalReader(find_shards(home), micro_batch=1, max_sequences=sequences)
+    shards = find_shards(home, named)
+    reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
+    check_manifest(shards, seq_length=reader.seq_length, vocab_size=model.token_rows)
     with one_process(device):
         return measure(load_for_measuring(model, step, device), model, reader)
 

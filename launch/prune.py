@@ -12,7 +12,7 @@ import torch
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress, write_recipe
 from launch.evaluate import load_for_measuring, measure
-from launch.run_directory import find_shards, find_tokenizer, model_of
+from launch.run_directory import find_shards, find_tokenizer, model_of, split_shards
 from launch.train import model_facts
 from megatron_ext import checkpoint
 from megatron_ext.hugging_face.config import EXPORTED_L2A
@@ -51,7 +51,8 @@ def prune(
         min_closed: share of tokens, 0 to 1, for which a layer's gate must be closed.
         sequences: held-out sequences to measure on, at most.
         device: auto, cpu or cuda.
-        overrides: `model.attention.key=value`, such as another gate_threshold, which the written model keeps.
+        overrides: `model.attention.key=value`, such as another gate_threshold, which the written model keeps; and
+            `data.shards=FOLDER`.
 
     Raises:
         ValueError: no learned gates, no held-out shards, no layer to prune, or `out` exists.
@@ -60,10 +61,11 @@ def prune(
         raise RecipeError(f"--min-closed {min_closed} must be above 0 and at most 1")
     step = checkpoint.find(run)
     home = step.parent.parent
-    model = override_model(model_of(home), overrides or [])
+    named, changes = split_shards(overrides)
+    model = override_model(model_of(home), changes)
     if model.attention.kind not in EXPORTED_L2A:
         raise ValueError(f"{home} is a model of kind {model.attention.kind}; only {', '.join(EXPORTED_L2A)} are pruned")
-    shards = find_shards(home)
+    shards = find_shards(home, named)
     reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
     with new_folder(out) as folder, one_process(device):
         language_model = load_for_measuring(model, step, device)

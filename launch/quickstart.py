@@ -36,7 +36,9 @@ def main(folder: Path) -> int:
 
     same = _compare(whole, broken, killed_at)
     _show(whole, folder)
-    print(f"\nEverything is in {folder}; it took {time.monotonic() - began:.0f} s.")
+    print(f"\nEverything is in {folder}; it took {time.monotonic() - began:.0f} s. To go on:")
+    print(f"  .venv/bin/longpitch generate {whole} --prompt 'def main(' --tokens 64")
+    print(f"  .venv/bin/longpitch report {whole} {broken} --out {folder / 'both.png'}")
     return 0 if same else 1
 
 

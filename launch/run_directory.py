@@ -120,12 +120,19 @@ def find_bos(run: Path, tokenizer: PreTrainedTokenizerFast) -> int | None:
     return document_bos(tokenizer, str(run), data.get("add_bos"))
 
 
-def find_shards(run: Path) -> Path:
-    """The folder of shards that a run trained on."""
+def split_shards(overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """The value of `data.shards=` among overrides, and the others."""
+    key = "data.shards="
+    named = [override.removeprefix(key) for override in overrides or [] if override.startswith(key)]
+    return (named[-1] if named else None), [other for other in overrides or [] if not other.startswith(key)]
+
+
+def find_shards(run: Path, named: str | None = None) -> Path:
+    """The folder of shards that a run trained on, or the one that is `named` instead."""
     recipe = OmegaConf.load(run / "recipe.yaml")
-    shards = OmegaConf.select(recipe, "data.shards")
+    shards = named or OmegaConf.select(recipe, "data.shards")
     if shards is None:
-        raise ValueError(f"{run / 'recipe.yaml'} names no data.shards; add `shards: FOLDER` under `data:` there")
+        raise ValueError(f"{run / 'recipe.yaml'} names no data.shards; give data.shards=FOLDER, or add it there")
     return open_shards(shards, OmegaConf.select(recipe, "data.cache") or run / "cache").path
 
 

@@ -294,6 +294,8 @@ def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_ran
         plain = {name: value for name, value in state.items() if value is not None}
     if zero_stage == 0:
         return plain
+    # unnamed, DeepSpeed looks for an accelerator and says so on the screen
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     silence = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))

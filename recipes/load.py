@@ -40,6 +40,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Recipe), *_layers(Path(path), []), _parse(overrides or []))
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise RecipeError(f"{path}: no value for {', '.join(missing)}; set each in the recipe, or as key=value")
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: {_one_sentence(error)}") from error
@@ -62,6 +64,10 @@ def _layers(path: Path, seen: list[Path]) -> list:
     try:
         layer = OmegaConf.load(path)
     except FileNotFoundError as error:
+        if seen:
+            raise RecipeError(
+                f"{seen[-1]}: its base {path} does not exist; base is relative to the folder of that recipe"
+            ) from error
         raise RecipeError(f"{path}: no such recipe; `ls recipes` shows those that ship with Longpitch") from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not a readable YAML file ({_one_line(error)})") from error
@@ -248,12 +254,18 @@ def _check_train(recipe: Recipe) -> None:
         _refuse(
             "train.tokens_per_step",
             train.tokens_per_step,
-            f"is not a multiple of model.seq_length {recipe.model.seq_length}",
+            f"is not a multiple of model.seq_length {recipe.model.seq_length}; take "
+            f"{_nearest_multiple(train.tokens_per_step, recipe.model.seq_length)}",
         )
     if train.warmup_steps >= train.steps > 1:
         _refuse("train.warmup_steps", train.warmup_steps, f"leaves nothing of train.steps {train.steps}")
     if not 0 <= train.min_lr <= train.lr:
         _refuse("train.min_lr", train.min_lr, f"must lie between 0 and train.lr {train.lr}")
+
+
+def _nearest_multiple(number: int, factor: int) -> int:
+    """The multiple of `factor`, above 0, that is closest to `number`."""
+    return max(1, round(number / factor)) * factor
 
 
 def check_world(parallel: ParallelConfig, world: int) -> None:
@@ -279,6 +291,7 @@ def accumulation_steps(recipe: Recipe, data_ranks: int) -> int:
             "train.tokens_per_step",
             recipe.train.tokens_per_step,
             f"is {sequences} sequences, which {data_ranks} data-parallel ranks x train.micro_batch "
-            f"{recipe.train.micro_batch} do not divide",
+            f"{recipe.train.micro_batch} do not divide; change micro_batch, or take "
+            f"{_nearest_multiple(recipe.train.tokens_per_step, per_round * recipe.model.seq_length)} tokens",
         )
     return sequences // per_round

@@ -9,7 +9,12 @@ import torch
 
 from megatron_ext.hugging_face import names
 from megatron_ext.hugging_face.config import EXPORTED_L2A, MODELING, export_config
-from megatron_ext.hugging_face.tokenizer import copy_tokenizer, special_tokens, write_generation_config
+from megatron_ext.hugging_face.tokenizer import (
+    copy_tokenizer,
+    name_model_inputs,
+    special_tokens,
+    write_generation_config,
+)
 from megatron_ext.weights import ShardWriter, WeightsError, some
 from recipes.schema import ModelConfig
 
@@ -63,6 +68,7 @@ def _check(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 def write_surroundings(folder: Path, model: ModelConfig, tokenizer: Path, *, dtype: str, max_positions: int) -> None:
     """config.json, generation_config.json and tokenizer files beside the weights; for L2A the modeling file too."""
     copy_tokenizer(tokenizer, folder)
+    name_model_inputs(folder)
     tokens = special_tokens(folder)
     config = export_config(model, dtype=dtype, max_positions=max_positions, token_ids=tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -15,6 +15,7 @@ FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+GENERAL_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers 4 and 5
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -47,6 +48,20 @@ def special_tokens(folder: Path) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         named = {name: getattr(tokenizer, name) for name in TOKENS} | named
     return {name: named[name] for name in TOKENS if named.get(name) is not None}
+
+
+def name_model_inputs(folder: Path) -> None:
+    """Make the tokenizer return what our models take, where its config leaves that open.
+
+    transformers' general class would add token_type_ids, over which `model.generate(**tokenizer(text))` stumbles.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") in GENERAL_CLASSES and "model_input_names" not in config:
+        config["model_input_names"] = ["input_ids", "attention_mask"]
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def write_generation_config(folder: Path, tokens: dict[str, Any]) -> None:

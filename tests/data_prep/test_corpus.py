@@ -153,7 +153,7 @@ def test_parquet_rows(tmp_path, monkeypatch):
     assert [d.text for d in documents] == [row["body"] for row in rows[:500]]
     assert [d.line for d in documents] == list(range(1, 501))
     assert left_out.counts == {"not a string": 1, "empty": 1} and left_out.places[0].startswith(f"{path}:501: ")
-    with pytest.raises(ValueError, match=r"x\.parquet: has no column 'text' but body, n; repair it"):
+    with pytest.raises(ValueError, match=r"x\.parquet: has no column 'text' but body, n; name another text_field"):
         read(path)
     assert read(path, "skip")[1].counts == {"no such field": 502}
 
@@ -226,7 +226,7 @@ def test_filters(tmp_path):
         "other language": 1,
         "empty": 1,
     }
-    with pytest.raises(ValueError, match=r"x\.jsonl:1: has no field 'language'"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: has no field 'language'; name another .*language_field"):
         read(path, language_field="language", languages=["en"])
 
 

@@ -47,6 +47,7 @@ def test_round_trip_through_the_saved_tokenizer(trained):
         assert tokenizer.decode(ids[:-1]) == text
         assert tokenizer.encode(text, add_special_tokens=False) == ids[:-1].tolist()
     assert encoder.vocab_size == len(tokenizer) == 600
+    assert set(tokenizer("text")) == {"input_ids", "attention_mask"}  # what `model.generate(**...)` takes
 
 
 def test_a_document_cannot_forge_its_end(trained):

@@ -122,6 +122,8 @@ def test_what_is_refused(run, tmp_path, shards):
     bare = import_model(source, tmp_path / "bare", "l2a", [])
     with pytest.raises(ValueError, match="names no data.shards"):
         prune(bare, out, min_closed=0.95, sequences=2)
+    measured = evaluate(bare, sequences=2, device="cpu", overrides=[f"data.shards={shards}"])
+    assert measured.tokens == 2 * 80
     assert not out.exists() and not list(tmp_path.glob(".*.partial"))
 
 

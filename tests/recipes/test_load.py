@@ -97,8 +97,8 @@ def test_base_that_is_no_path(tmp_path, base):
 
 
 def test_missing_base_names_the_file_that_is_missing(tmp_path):
-    message = refusal(write(tmp_path, SMALL | {"base": "base/nowhere.yaml"}))
-    assert str(tmp_path / "base" / "nowhere.yaml") in message and "no such recipe" in message
+    path = write(tmp_path, SMALL | {"base": "base/nowhere.yaml"})
+    assert f"{path}: its base {tmp_path / 'base' / 'nowhere.yaml'} does not exist" in refusal(path)
 
 
 def test_missing_recipe(tmp_path):
@@ -166,11 +166,17 @@ def test_wrong_type_names_the_key(small, override):
 )  # fmt: skip
 def test_missing_mandatory_key_is_named(tmp_path, key):
     message = refusal(write(tmp_path, without(key)))
-    assert f"{key}: " in message and "missing mandatory value" in message
+    assert f"no value for {key}; set" in message
+
+
+def test_missing_keys_are_named_together(tmp_path):
+    path = write(tmp_path, {"train": {"steps": 1, "lr": 1.0, "min_lr": 0.0}, "data": SMALL["data"]})
+    keys = "model.ffn_size, model.hidden_size, model.num_heads, model.num_layers, model.seq_length, model.vocab_size"
+    assert f"{path}: no value for {keys}, run_dir, train.tokens_per_step; set" in refusal(path)
 
 
 def test_missing_path_of_a_source_is_named(small):
-    assert "data.sources[0].path: " in refusal(small, "data.sources=[{format: text}]")
+    assert "no value for data.sources[0].path; set" in refusal(small, "data.sources=[{format: text}]")
 
 
 def test_unset_environment_variable_is_named(small, monkeypatch):
@@ -254,7 +260,7 @@ def test_file_that_is_no_text(tmp_path):
             ["parallel.tensor=2", "model.vocab_size=97"], ["model.vocab_size = 97", "parallel.tensor 2"],
             id="tensor-vocabulary",
         ),
-        pytest.param(["train.tokens_per_step=1000"], ["tokens_per_step = 1000", "seq_length 256"], id="step-tokens"),
+        pytest.param(["train.tokens_per_step=1000"], ["tokens_per_step = 1000", "256; take 1024"], id="step-tokens"),
         pytest.param(["train.warmup_steps=10"], ["train.warmup_steps = 10", "train.steps 10"], id="warmup"),
         pytest.param(["train.min_lr=0.01"], ["train.min_lr = 0.01", "train.lr 0.001"], id="min-lr"),
         pytest.param(["train.min_lr=-1e-5"], ["train.min_lr = -1e-05"], id="negative-min-lr"),
@@ -324,7 +330,7 @@ def test_accumulation_that_does_not_divide(small, micro_batch, ranks):
     recipe = load_recipe(small, [f"train.micro_batch={micro_batch}"])
     with pytest.raises(RecipeError) as caught:
         accumulation_steps(recipe, ranks)
-    for part in ("1536", "6 sequences", f"{ranks} data-parallel ranks", f"micro_batch {micro_batch}"):
+    for part in ("1536", "6 sequences", f"{ranks} data-parallel ranks", f"micro_batch {micro_batch}", "or take "):
         assert part in str(caught.value)
 
 
