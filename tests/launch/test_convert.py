@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import generate
 from launch.conversion import export_model, import_model
@@ -132,6 +132,20 @@ def test_generate_begins_as_the_documents_did(models, tmp_path, monkeypatch):
     bare, by_recipe, by_shards, gone = seen
     assert by_recipe == [AutoTokenizer.from_pretrained(run / "tokenizer").bos_token_id, *bare]
     assert by_shards == [7, *bare] and gone == bare
+
+
+def test_exported_tokenizer_returns_what_the_model_takes(models, tmp_path):
+    """Also that of shards which an older prep wrote."""
+    run = import_model(models["qwen2-tied"], tmp_path / "run", "dense", [])
+    path = run / "tokenizer" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("model_input_names") == ["input_ids", "attention_mask"]
+    path.write_text(json.dumps(config))
+    assert "token_type_ids" in AutoTokenizer.from_pretrained(path.parent)("word")
+    folder = export(run, tmp_path / "out")
+    asked = AutoTokenizer.from_pretrained(folder)("every word", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generate(**asked, max_new_tokens=2, do_sample=False).shape[1] > asked["input_ids"].shape[1]
 
 
 def test_import_is_the_base_of_a_training_recipe(models, tmp_path):
