@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.attention import FreeSoloAttention, HeadNorm, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
@@ -20,15 +20,22 @@ class _Recomputed:
     """Mixed in before a layer: it keeps nothing but its inputs for the backward.
 
     Non-reentrant, because that alone runs without hooks into CUDA's random state and gives ZeRO the same gradients.
-    Without early stop: the exception that ends a recomputation early would keep every tensor of the layer alive in
-    megatron-core 0.19's frames until Python's garbage collector happens to run, as if nothing were recomputed.
     """
 
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        with set_checkpoint_early_stop(False):
-            return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(self._forward_once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def _forward_once(self, *args, **kwargs):
+        """The layer's forward and a multiplication by 1.
+
+        torch ends a recomputation by an exception out of the last operator that saves something. That this is not
+        megatron-core's last linear layer matters: out of 0.19's, all that was recomputed stays alive until the whole
+        backward is over, as if nothing had been.
+        """
+        hidden, *others = super().forward(*args, **kwargs)
+        return hidden * torch.ones((), dtype=hidden.dtype, device=hidden.device), *others
 
 
 class RecomputedLayer(_Recomputed, TransformerLayer):
