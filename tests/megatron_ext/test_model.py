@@ -123,7 +123,17 @@ def test_positions_of_documents(restart):
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_suffix_does_not_reach_back(alone, kind, border):
-    """Logits before the border and all gradients of the loss there keep their bits when the tokens after it change."""
+    """Logits before the border and all gradients of the loss there keep their bits when the tokens after it change.
+
+    L2A's but for rounding (2e-16 seen): the tokens decide how many queries look back, hence the shapes of its matmuls.
+    """
+
+    def assert_same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        if kind in L2A_KINDS:
+            assert_close(name, got, want, rtol=1e-14)
+        else:
+            assert torch.equal(got, want), name
+
     case = config(kind, 70, 9, False)
     model = build(case, alone)
     tokens = random_tokens(2, 70)
@@ -137,10 +147,10 @@ def test_suffix_does_not_reach_back(alone, kind, border):
         loss = model(text, context, labels, weights, loss_chunk=33)
         found.append((logits_of(model, case, text).detach(), {"loss": loss.detach()} | gradients(model, loss)))
     (logits, grads), (changed_logits, changed_grads) = found
-    assert torch.equal(logits[:, :border], changed_logits[:, :border])
-    assert not torch.equal(logits[:, border], changed_logits[:, border])
+    assert_same("logits", logits[:, :border], changed_logits[:, :border])
+    assert not torch.allclose(logits[:, border], changed_logits[:, border])
     for name in grads:
-        assert torch.equal(grads[name], changed_grads[name]), name
+        assert_same(name, grads[name], changed_grads[name])
 
 
 @pytest.mark.parametrize(
