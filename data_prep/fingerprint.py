@@ -43,9 +43,10 @@ def tokenizer_files_hash(tokenizer: str | Path) -> str | None:
     """sha256 of what `data.tokenizer` names, as it lies there; None where nothing does.
 
     Vocabularies count as their bytes; of the config beside them only what decides EOS and BOS, not the chat template.
+    A folder and the tokenizer.json in it are one tokenizer.
     """
     path = Path(tokenizer).expanduser()
-    names = VOCABULARIES if path.is_dir() else (path.name,)
+    names = VOCABULARIES if path.is_dir() or path.name in VOCABULARIES else (path.name,)
     folder = path if path.is_dir() else path.parent
     digests = [
         [name, hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in names if (folder / name).is_file()

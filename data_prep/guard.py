@@ -173,7 +173,7 @@ def check_manifest(
 
 def _check_named_tokenizer(shards: Path, manifest: dict[str, Any], tokenizer: str | None) -> None:
     """Refuse shards that another tokenizer made than the one a recipe names, where that one is at hand."""
-    then = manifest.get("settings", {}).get("tokenizer_file_hash")
+    then = manifest.get("settings", {}).get("tokenizer_files_hash")
     if tokenizer is None or then is None:
         return
     if tokenizer_files_hash(tokenizer) not in (None, then):

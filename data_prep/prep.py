@@ -173,7 +173,7 @@ def _settings(data: DataConfig, seq_length: int) -> dict[str, Any]:
     if data.tokenizer is None:
         settings["tokenizer_vocab_size"] = data.tokenizer_vocab_size
     else:
-        settings["tokenizer_file_hash"] = tokenizer_files_hash(data.tokenizer)
+        settings["tokenizer_files_hash"] = tokenizer_files_hash(data.tokenizer)
     settings |= {key: getattr(data, key) for key in SETTINGS}
     return settings | {"mixture": [asdict(part) for part in data.mixture]}
 

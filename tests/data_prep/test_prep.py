@@ -178,14 +178,20 @@ def test_replaced_tokenizer_is_noticed(tmp_path):
     content = json.loads(settings.read_text())
     settings.write_text(json.dumps(content | {"chat_template": "{{ messages }}"}))
     assert not run(data).fresh
+    named = {"seq_length": SEQ_LENGTH, "vocab_size": 1000}
+    check_manifest(tmp_path / "shards", **named, tokenizer=str(tmp_path / "mine/tokenizer.json"))  # of that folder
     for change in ({"eos_token": "a"}, {"add_bos_token": True}):
         settings.write_text(json.dumps(content | change))
-        with pytest.raises(ValueError, match="tokenizer_file_hash"):
+        with pytest.raises(ValueError, match="tokenizer_files_hash"):
             run(data)
         with pytest.raises(ValueError, match="another tokenizer than"):
-            check_manifest(tmp_path / "shards", seq_length=SEQ_LENGTH, vocab_size=1000, tokenizer=data.tokenizer)
+            check_manifest(tmp_path / "shards", **named, tokenizer=data.tokenizer)
+    older = json.loads((tmp_path / "shards/manifest.json").read_text())  # whose hash was another one, of one file
+    older["settings"]["tokenizer_file_hash"] = older["settings"].pop("tokenizer_files_hash")[:16]
+    (tmp_path / "shards/manifest.json").write_text(json.dumps(older))
+    check_manifest(tmp_path / "shards", **named, tokenizer=data.tokenizer)
     train_tokenizer(["another word"], 300).save(tmp_path / "mine")
-    with pytest.raises(ValueError, match="tokenizer_file_hash"):
+    with pytest.raises(ValueError, match="tokenizer_files_hash"):
         run(data)
 
 
