@@ -13,10 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext import deepspeed_compat
-from megatron_ext.context_parallel.collectives import all_reduce, group_rank, group_size
+from megatron_ext.context_parallel.collectives import MAX, MIN, all_reduce, barrier, group_rank, group_size
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
@@ -24,7 +23,6 @@ from megatron_ext.tensor_parallel import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 from recipes.schema import L2A_KINDS, ModelConfig
 
-MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 TAG = "state"
 MARK = "complete.json"
 CONVERSION_LIMIT = 6 * 3600.0  # seconds; a conversion reads and writes the whole training state in one process
@@ -91,15 +89,15 @@ def save(engine: TrainEngine, folder: Path, *, step: int, facts: dict, client: d
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)  # without its mark: a save that was killed after the rename
         partial.mkdir(parents=True)
-    dist.barrier()
+    barrier()
     engine.deepspeed.save_checkpoint(str(partial), tag=TAG, client_state=client, save_latest=False)
     torch.save(_random_state(layout.device), partial / f"random_rank_{layout.rank}.pt")
-    dist.barrier()
+    barrier()
     if layout.rank == 0:
         _publish(partial, target, {"step": step} | facts)
         for old in complete_checkpoints(folder)[:-keep]:
             _remove_marked(old)
-    dist.barrier()
+    barrier()
     return target
 
 
@@ -203,7 +201,7 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
         deepspeed_compat.restore_frozen_and_buffers(
             engine.model, checkpoint / TAG, zero_stage=engine.zero_stage, tensor_group=layout.tensor_group
         )
-        dist.barrier()
+        barrier()
         if layout.rank == 0:
             _remove_marked(converted)
     else:
@@ -227,13 +225,13 @@ def universal_form(checkpoint: Path, *, rank: int, limit_seconds: float = CONVER
         failure.unlink(missing_ok=True)
         if not mark.exists():
             shutil.rmtree(target, ignore_errors=True)
-    dist.barrier()
+    barrier()
     if rank == 0:
         if not mark.exists():
             _convert(checkpoint, target, failure)
     else:
         _wait_for(mark, failure, limit_seconds)
-    dist.barrier()
+    barrier()
     return target
 
 

@@ -6,9 +6,8 @@ weight is summed in fp32. The vocabulary may be cut over tensor-parallel ranks.
 """
 
 import torch
-import torch.distributed as dist
 
-from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank
+from megatron_ext.context_parallel.collectives import MAX, Group, all_reduce, group_rank
 
 
 def _chunk_loss(
@@ -16,7 +15,7 @@ def _chunk_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """nll [n], probabilities [n, v] of this rank's vocabulary rows, and where the labels lie in them."""
     rows = logits.shape[1]
-    peak = all_reduce(logits.amax(dim=1), group, "loss", dist.ReduceOp.MAX)
+    peak = all_reduce(logits.amax(dim=1), group, "loss", MAX)
     exp = (logits - peak[:, None]).exp_()
     total = all_reduce(exp.sum(dim=1), group, "loss")
     local = labels - first_row

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 Group = dist.ProcessGroup | None
+MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 ledger: Counter[str] = Counter()  # bytes received by this rank, by kind of traffic
 
@@ -24,6 +25,11 @@ def group_size(group: Group) -> int:
 def group_rank(group: Group) -> int:
     """This rank's place in `group`; 0 without a group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def barrier() -> None:
+    """Wait for every rank of the world."""
+    dist.barrier()
 
 
 def tensor_parallel_group() -> Group:

@@ -253,7 +253,7 @@ def two_ranks(monkeypatch):
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda rank: outcome(function, rank), (0, 1)))
 
-    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: barrier.wait(0.3))
+    monkeypatch.setattr(checkpoint, "barrier", lambda: barrier.wait(0.3))
     monkeypatch.setattr(checkpoint, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(checkpoint.deepspeed_compat, "convert_to_universal", convert)
     return SimpleNamespace(run=run, calls=calls, fails=fails)
