@@ -18,12 +18,12 @@ import triton
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from launch.train import optimizer_settings
+from launch.train import draw_model, optimizer_settings, precision_of
 from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
-from megatron_ext.model import build_model, slice_context
+from megatron_ext.model import slice_context
 from recipes.load import check_world
 from recipes.schema import L2A_KINDS, Recipe
 
@@ -123,26 +123,15 @@ def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> di
 
 
 def _engine(recipe: Recipe, layout: Layout, micro_batch: int) -> TrainEngine:
-    train, dtype = recipe.train, torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
-    torch.manual_seed(recipe.seed)
-    model = build_model(
-        recipe.model,
-        tensor=layout.tensor,
-        context=layout.context,
-        tensor_group=layout.tensor_group,
-        dtype=dtype,
-        recompute=train.recompute,
-        fused=True,
-    )
     return TrainEngine(
-        model,
+        draw_model(recipe, layout),
         layout,
         optimizer_settings(recipe),
         zero_stage=recipe.parallel.zero_stage,
-        dtype=dtype,
+        dtype=precision_of(recipe, layout.device),
         micro_batch=micro_batch,
         accumulation=1,
-        loss_chunk=train.loss_chunk,
+        loss_chunk=recipe.train.loss_chunk,
     )
 
 

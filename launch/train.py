@@ -19,10 +19,10 @@ from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flop
 from launch.run_directory import RunDirectory
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.collectives import all_reduce
-from megatron_ext.context_parallel.layout import init_layout
+from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
-from megatron_ext.model import build_model, slice_context
+from megatron_ext.model import LanguageModel, build_model, slice_context
 from recipes.load import accumulation_steps, check_world
 from recipes.schema import L2A_KINDS, ModelConfig, Recipe, TrainConfig
 
@@ -58,6 +58,20 @@ def penalty_settings(train: TrainConfig) -> PenaltySettings:
     ramp = train.steps - start if train.gate_penalty_ramp is None else train.gate_penalty_ramp
     return PenaltySettings(
         weight=train.gate_penalty, start=start, ramp=ramp, per_token=train.gate_penalty_per == "token"
+    )
+
+
+def draw_model(recipe: Recipe, layout: Layout) -> LanguageModel:
+    """This rank's part of the recipe's model, on the CPU, with the first weights that its seed draws."""
+    torch.manual_seed(recipe.seed)
+    return build_model(
+        recipe.model,
+        tensor=layout.tensor,
+        context=layout.context,
+        tensor_group=layout.tensor_group,
+        dtype=precision_of(recipe, layout.device),
+        recompute=recipe.train.recompute,
+        fused=layout.device.type == "cuda",
     )
 
 
@@ -144,16 +158,7 @@ class Trainer:
             self._check_same_tokenizer(self.resumed_from, facts)
             self.universal = checkpoint.needs_universal(facts, layout, recipe.parallel.zero_stage)
         dtype = precision_of(recipe, layout.device)
-        torch.manual_seed(recipe.seed)
-        model = build_model(
-            recipe.model,
-            tensor=layout.tensor,
-            context=layout.context,
-            tensor_group=layout.tensor_group,
-            dtype=dtype,
-            recompute=recipe.train.recompute,
-            fused=layout.device.type == "cuda",
-        )
+        model = draw_model(recipe, layout)
         origin = checkpoint.find(recipe.model.init_from) if recipe.model.init_from and facts is None else None
         if origin is not None:
             self._check_same_tokenizer(origin, checkpoint.read_facts(origin))
