@@ -15,7 +15,6 @@ from launch.evaluate import load_for_measuring, measure
 from launch.run_directory import find_shards, find_tokenizer, model_of, split_shards
 from launch.train import model_facts
 from megatron_ext import checkpoint
-from megatron_ext.hugging_face.config import EXPORTED_L2A
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
 from megatron_ext.model import LanguageModel, head_dim, weight_shapes
 from megatron_ext.router import Router
@@ -23,6 +22,7 @@ from megatron_ext.weights import new_folder
 from recipes.load import RecipeError, override_model
 from recipes.schema import ModelConfig
 
+PRUNED_KINDS = ("l2a", "l2a_shared", "l2a_freesolo")  # those with learned gates
 NEVER = 2.0  # a threshold that no probability reaches
 
 
@@ -35,8 +35,9 @@ class Pruned:
     tokens: int  # measured on
     loss_before: float  # nats per token on them
     loss_after: float
-    bytes_before: int  # keys and values that one more token adds to a cache in bf16
+    bytes_before: int  # keys and values that a cache in bf16 keeps for the second looks: for each token, or
     bytes_after: int
+    bounded: bool  # for l2a_freesolo at most, however long the text
     window_bytes: int  # what the windows of all layers keep besides, however long the text
 
 
@@ -63,8 +64,8 @@ def prune(
     home = step.parent.parent
     named, changes = split_shards(overrides)
     model = override_model(model_of(home), changes)
-    if model.attention.kind not in EXPORTED_L2A:
-        raise ValueError(f"{home} is a model of kind {model.attention.kind}; only {', '.join(EXPORTED_L2A)} are pruned")
+    if model.attention.kind not in PRUNED_KINDS:
+        raise ValueError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
     shards = find_shards(home, named)
     reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
     with new_folder(out) as folder, one_process(device):
@@ -75,10 +76,18 @@ def prune(
         origin = f"{step} without the second look of layers {found.closed_layers}"
         write_recipe(folder, out.absolute(), smaller, origin, shards=str(shards.absolute()))
         weights = checkpoint.stored_weights(step)
-        kept = ((name, weights[name]) for name in show_progress(list(weight_shapes(smaller)), "prune"))
+        # FreeSolo's start values are not in an import
+        names = [name for name in weight_shapes(smaller) if name in weights]
+        kept = ((name, weights[name]) for name in show_progress(names, "prune"))
         facts = {"model": model_facts(smaller), "source": str(step), "pruned": vars(found)}
         checkpoint.save_weights(folder / "checkpoints" / "step_0", kept, facts)
     return found
+
+
+def _why_not(kind: str) -> str:
+    if kind == "context_free":
+        return "its gates open by chance, in all layers alike, so counting them tells nothing; l2a learns its gates"
+    return f"only {', '.join(PRUNED_KINDS)} have gates that are learned and can be pruned"
 
 
 def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_closed: float) -> Pruned:
@@ -98,14 +107,20 @@ def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_c
         assert isinstance(router, Router)
         router.threshold = NEVER
     after = measure(built, model, reader)
-    per_layer = 2 * (model.num_kv_heads or model.num_heads) * head_dim(model) * torch.bfloat16.itemsize
+    attention = model.attention
+    bounded = attention.kind == "l2a_freesolo"
+    per_token = 2 * (model.num_kv_heads or model.num_heads) * head_dim(model) * torch.bfloat16.itemsize
+    # the pool, and the tokens of which the next cells will be made
+    pool = (attention.retain + attention.recent) * attention.cell_size + attention.query_block
+    per_layer = per_token * pool if bounded else per_token
     return Pruned(
         open_fraction=opened,
-        closed_layers=sorted({*model.attention.closed_layers, *closed}),
+        closed_layers=sorted({*attention.closed_layers, *closed}),
         tokens=before.tokens,
         loss_before=before.loss,
         loss_after=after.loss,
         bytes_before=per_layer * len(opened),
         bytes_after=per_layer * (len(opened) - len(closed)),
-        window_bytes=per_layer * model.num_layers * model.attention.window,
+        bounded=bounded,
+        window_bytes=per_token * model.num_layers * attention.window,
     )

@@ -216,8 +216,12 @@ class Trainer:
 
     # one step
 
-    def model_input(self, batch: MicroBatch, *, measure: bool = False, step: int = 0) -> ModelInput:
-        """This rank's slice of a micro-batch, on its device; `step` is what its layers' draws depend on."""
+    def model_input(self, batch: MicroBatch, *, measure: bool = False, step: int | None = None) -> ModelInput:
+        """This rank's slice of a micro-batch, on its device.
+
+        Its layers draw by the run's seed and `step`; without a step, outside training, as in every other run and in
+        an exported model.
+        """
         layout, model = self.layout, self.recipe.model
 
         def own(x: torch.Tensor) -> torch.Tensor:
@@ -233,8 +237,8 @@ class Trainer:
             start=start,
             length=model.seq_length,
             measure=measure,
-            seed=self.recipe.seed,
-            step=step,
+            seed=0 if step is None else self.recipe.seed,
+            step=step or 0,
         )
         return ModelInput(tokens, own(batch.labels), own(batch.weights), context)
 

@@ -35,7 +35,7 @@ FAMILIES = (
 )
 L2A_TYPE = "longpitch"  # model_type of an exported L2A model, run by modeling_longpitch.py
 MODELING = "modeling_longpitch"
-EXPORTED_L2A = ("l2a", "l2a_shared")
+EXPORTED_L2A = ("l2a", "l2a_shared", "context_free")
 EXPORTED_KINDS = ("dense", "swa", *EXPORTED_L2A)
 # values under which a key means what our layers compute
 PLAIN = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
@@ -118,11 +118,13 @@ def _l2a_constants(config: dict[str, Any], path: Path, kind: str) -> dict[str, A
     """The gate and window of an L2A model that we exported ourselves; nothing for other models."""
     if config["model_type"] != L2A_TYPE:
         return {}
-    exported = "l2a_shared" if config["shared_attention"] else "l2a"
+    by_chance = config.get("open_probability")  # not in the oldest exports
+    exported = "l2a_shared" if config["shared_attention"] else "l2a" if by_chance is None else "context_free"
     if kind != exported:
         raise ConfigError(f"{path} is of an L2A model; import it with --attention {exported}")
     keys = ("gate_temperature", "gate_threshold", "closed_layers")
-    return {"window": config["local_window"]} | {key: config[key] for key in keys}
+    own = {"window": config["local_window"]} | {key: config[key] for key in keys}
+    return own if by_chance is None else own | {"open_probability": by_chance}
 
 
 def _attention(
@@ -255,6 +257,7 @@ def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
         "local_window": attention.window,
         "gate_temperature": attention.gate_temperature,
         "gate_threshold": attention.gate_threshold,
+        "open_probability": attention.open_probability if attention.kind == "context_free" else None,
         "shared_attention": attention.kind == "l2a_shared",
         "closed_layers": list(attention.closed_layers),
     }

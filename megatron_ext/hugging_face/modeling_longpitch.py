@@ -23,7 +23,8 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 class LongpitchConfig(PretrainedConfig):
     """Sizes as in Qwen's configs; `local_window` counts the tokens before the query itself.
 
-    `gate_threshold` may be moved after training: from_pretrained(..., gate_threshold=0.7) opens fewer gates.
+    `gate_threshold` may be moved after training: from_pretrained(..., gate_threshold=0.7) opens fewer gates. With an
+    `open_probability` gates open by chance instead, and no router is there.
     """
 
     model_type = "longpitch"
@@ -47,6 +48,7 @@ class LongpitchConfig(PretrainedConfig):
         local_window: int = 4095,
         gate_temperature: float = 0.1,
         gate_threshold: float = 0.5,
+        open_probability: float | None = None,
         shared_attention: bool = False,
         closed_layers: tuple[int, ...] | list[int] = (),
         initializer_range: float = 0.02,
@@ -65,6 +67,7 @@ class LongpitchConfig(PretrainedConfig):
         )
         self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
         self.local_window, self.gate_temperature, self.gate_threshold = local_window, gate_temperature, gate_threshold
+        self.open_probability = open_probability
         self.shared_attention, self.closed_layers = shared_attention, list(closed_layers)
         self.initializer_range, self.use_cache = initializer_range, use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -92,6 +95,7 @@ class Sequence:
         # angles in fp64: rounded to bf16, position 15,962 would become 15,968
         angle = position_ids.double()[..., None] * config.rope_theta**-exponent
         self.cos, self.sin = angle.cos().float(), angle.sin().float()
+        self.positions = position_ids  # [B, T]
         self.end = past + T  # slots so far
         self.slots = past + torch.arange(T, device=position_ids.device)  # of the new tokens
         self.is_real = is_real  # [B, end] bool, False for padding; None: there is none
@@ -180,6 +184,25 @@ class Attention(nn.Module):
         return self._out(heads)
 
 
+# SplitMix64 on int64, whose products wrap
+GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def mixed(x: Tensor) -> Tensor:
+    """SplitMix64's mixing step on int64."""
+    for bits, factor in ((30, FIRST), (27, SECOND)):
+        x = (x ^ (x >> bits & 2 ** (64 - bits) - 1)) * factor
+    return x ^ (x >> 31 & 2**33 - 1)
+
+
+def drawn_open(positions: Tensor, layer: int, probability: float) -> Tensor:
+    """Gates that open by chance: a function of the layer (from 1) and of int64 `positions`, as outside training."""
+    key = torch.zeros((), dtype=torch.int64, device=positions.device)
+    for part in (0, 0, layer, 2):  # seed, step, layer, and the stream of these draws
+        key = mixed(key + torch.full_like(key, part + 1) * GOLDEN)
+    return (mixed(positions * GOLDEN + key) >> 11 & 2**53 - 1) < int(probability * 2**53)
+
+
 class MLP(nn.Module):
     """SwiGLU."""
 
@@ -194,10 +217,11 @@ class MLP(nn.Module):
 
 
 class LongpitchLayer(nn.Module):
-    """Window, gated second look, MLP. `local_index` and `global_index` are the layer's places in the cache."""
+    """Window, gated second look, MLP: layer `number`, from 1; `local_index` is its first place in the cache."""
 
-    def __init__(self, config: LongpitchConfig, *, has_global: bool, local_index: int):
+    def __init__(self, config: LongpitchConfig, *, number: int, has_global: bool, local_index: int):
         super().__init__()
+        self.number, self.open_probability = number, config.open_probability
         self.window, self.local_index, self.global_index = config.local_window, local_index, local_index + 1
         self.temperature, self.threshold = config.gate_temperature, config.gate_threshold
         self.has_global, self.shared = has_global, config.shared_attention
@@ -205,14 +229,17 @@ class LongpitchLayer(nn.Module):
         self.self_attn = Attention(config)
         if has_global:
             self.global_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if has_global and self.open_probability is None:
             self.router = nn.Linear(config.hidden_size, 1, bias=False)
         if has_global and not self.shared:
             self.global_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def is_open(self, z: Tensor) -> Tensor:
-        """[B, T] bool: whose gate is open; decided in fp32, as in training."""
+    def is_open(self, z: Tensor, positions: Tensor) -> Tensor:
+        """[B, T] bool: whose gate is open; decided in fp32, as in training, or drawn for int64 `positions` [B, T]."""
+        if self.open_probability is not None:
+            return drawn_open(positions, self.number, self.open_probability)
         score = (z.float() * self.router.weight.float()).sum(-1)
         return (score / self.temperature).sigmoid() >= self.threshold
 
@@ -222,7 +249,8 @@ class LongpitchLayer(nn.Module):
         if self.has_global:
             z = self.global_layernorm(x)
             attention = self.self_attn if self.shared else self.global_attn
-            x = x + attention.over_everything(z, self.is_open(z), sequence, cache, self.global_index)
+            is_open = self.is_open(z, sequence.positions)
+            x = x + attention.over_everything(z, is_open, sequence, cache, self.global_index)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -242,7 +270,7 @@ class LongpitchPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, LongpitchLayer) and module.has_global:
+        if isinstance(module, LongpitchLayer) and hasattr(module, "router"):
             nn.init.zeros_(module.router.weight)  # every gate open
 
 
@@ -255,7 +283,7 @@ class LongpitchModel(LongpitchPreTrainedModel):
         layers, index = [], 0
         for number in range(config.num_hidden_layers):
             has_global = number not in config.closed_layers
-            layers.append(LongpitchLayer(config, has_global=has_global, local_index=index))
+            layers.append(LongpitchLayer(config, number=number + 1, has_global=has_global, local_index=index))
             index += 1 + has_global
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

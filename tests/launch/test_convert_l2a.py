@@ -17,7 +17,8 @@ from tests.launch.hugging_face_models import FAMILIES, our_logits, some_tokens, 
 from tests.numerics import assert_close
 
 WINDOW = 7
-CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a"), ("qwen2.5-untied", "l2a_shared"), ("llama", "l2a_shared")]
+CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a"), ("qwen2.5-untied", "l2a_shared"), ("llama", "l2a_shared"),
+         ("qwen2.5-untied", "context_free")]  # fmt: skip
 
 
 def case_name(case: tuple[str, str]) -> str:
@@ -30,7 +31,9 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
     name, kind = request.param
     home = tmp_path_factory.mktemp("l2a")
     source = write_model(home / "source", FAMILIES[name])
-    run = stir_gates(import_model(source, home / "run", kind, [f"model.attention.window={WINDOW}"]))
+    gates = [f"model.attention.window={WINDOW}"]
+    gates += ["model.attention.open_probability=0.4"] if kind == "context_free" else []
+    run = stir_gates(import_model(source, home / "run", kind, gates))
     return run, export(run, home / "exported")
 
 
@@ -45,10 +48,10 @@ def load(folder: Path, **changes):
 @torch.no_grad()
 def open_shares(model, tokens: torch.Tensor) -> list[float]:
     """Share of open gates in each layer of an exported model."""
-    shares = []
+    shares, positions = [], torch.arange(tokens.shape[1]).expand_as(tokens)
     hooks = [
         layer.global_layernorm.register_forward_hook(
-            lambda _m, _i, z, layer=layer: shares.append(layer.is_open(z).double().mean().item())
+            lambda _m, _i, z, layer=layer: shares.append(layer.is_open(z, positions).double().mean().item())
         )
         for layer in model.model.layers
     ]
@@ -136,18 +139,23 @@ def test_padding_is_not_there(pair):
 
 
 def test_threshold_can_be_moved(pair, tmp_path):
-    """0 opens every gate; above 1 closes them, which leaves the window alone; on both sides alike."""
+    """0 opens every gate; above 1 closes them, which leaves the window alone; on both sides alike.
+
+    Gates that open by chance have a probability in its place.
+    """
     run, folder = pair
     tokens = some_tokens()
     recipe = (run / "recipe.yaml").read_text()
-    for threshold in (0.0, 1.5):
-        (run / "recipe.yaml").write_text(recipe.replace("gate_threshold: 0.5", f"gate_threshold: {threshold}"))
+    free = model_of(run).attention.kind == "context_free"
+    key, own, values = ("open_probability", 0.4, (1.0, 0.0)) if free else ("gate_threshold", 0.5, (0.0, 1.5))
+    for value, share in zip(values, (1.0, 0.0), strict=True):
+        (run / "recipe.yaml").write_text(recipe.replace(f"{key}: {own}", f"{key}: {value}"))
         want = our_logits(run, tokens)
         (run / "recipe.yaml").write_text(recipe)
-        model = load(folder, gate_threshold=threshold)
-        assert open_shares(model, tokens) == [float(threshold == 0)] * 2
+        model = load(folder, **{key: value})
+        assert open_shares(model, tokens) == [share] * 2
         with torch.no_grad():
-            assert_close(f"threshold {threshold}", model(tokens).logits, want, rtol=1e-5)
+            assert_close(f"{key} {value}", model(tokens).logits, want, rtol=1e-5)
 
 
 def test_config_and_round_trips(pair, tmp_path):
@@ -183,10 +191,10 @@ def test_our_generate_says_what_the_whole_forward_says(pair):
     assert greedy(run, [prompt], 6) == [tokenizer.decode(tokens)]
 
 
-@pytest.mark.parametrize("kind", ["context_free", "l2a_freesolo"])
-def test_kinds_that_are_imported_but_not_exported(tmp_path, kind):
+def test_a_kind_that_is_imported_but_not_exported(tmp_path):
     source = write_model(tmp_path / "source", FAMILIES["qwen2-tied"])
-    run = import_model(source, tmp_path / "run", kind, ["model.attention.window=7", "model.attention.query_block=32"])
+    sizes = ["model.attention.window=7", "model.attention.query_block=32"]
+    run = import_model(source, tmp_path / "run", "l2a_freesolo", sizes)
     assert our_logits(run, some_tokens()).isfinite().all()
-    with pytest.raises(ValueError, match=f"kind is {kind}; transformers has no such attention"):
+    with pytest.raises(ValueError, match="kind is l2a_freesolo; transformers has no such attention"):
         export(run, tmp_path / "out")

@@ -27,10 +27,12 @@ SHUT = ["model.attention.gate_threshold=0.6"]  # layer 0 has p = 0.5 everywhere
 @pytest.fixture(scope="module", params=[("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a_shared")], ids=lambda x: x[1])
 def run(request, tmp_path_factory, shards) -> Path:
     """An L2A run whose layer 0 never decides and whose layer 1 opens some gates, with the shards to measure it on."""
-    name, kind = request.param
-    home = tmp_path_factory.mktemp("prune")
+    return run_of(*request.param, tmp_path_factory.mktemp("prune"), shards)
+
+
+def run_of(name: str, kind: str, home: Path, shards: Path, *overrides: str) -> Path:
     source = write_model(home / "source", FAMILIES[name])
-    made = stir_gates(import_model(source, home / "run", kind, ["model.attention.window=7"]))
+    made = stir_gates(import_model(source, home / "run", kind, ["model.attention.window=7", *overrides]))
     file = checkpoint.find(made) / checkpoint.WEIGHTS / SINGLE
     state = load_file(file)
     state["decoder.layers.0.router.weight"].zero_()
@@ -109,6 +111,22 @@ def test_share_decides(run, tmp_path):
         prune(tmp_path / "all", tmp_path / "more", min_closed=0.5, sequences=1, device="cpu")
 
 
+def test_a_second_look_that_is_bounded(tmp_path, shards):
+    """FreeSolo's pool: (3 + 2) cells of 4 tokens, and 16 tokens of a query block, whatever the length."""
+    sizes = ("cell_size=4", "query_block=16", "retain=3", "recent=2")
+    run = run_of("qwen2-tied", "l2a_freesolo", tmp_path, shards, *(f"model.attention.{size}" for size in sizes))
+    out, tokens = tmp_path / "pruned", some_tokens()
+    command = ["convert", "prune", "--stats", str(run), "--out", str(out), "--device", "cpu", "--sequences", "2", *SHUT]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    kept = 2 * 2 * 12 * 2 * (5 * 4 + 16)  # k and v, heads, width, bytes, tokens
+    assert f"{2 * kept:,} -> {kept:,} bytes at most, however long the text (50% less)" in done.output
+    assert not [name for name in checkpoint.stored_weights(checkpoint.find(out)) if ".0.global_attention" in name]
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("gate_threshold: 0.5", "gate_threshold: 0.6"))
+    assert_close("pruned", our_logits(out, tokens), our_logits(run, tokens), rtol=1e-6)
+
+
 def test_what_is_refused(run, tmp_path, shards):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"the most closed is layer \d with \d+.\d%"):
@@ -119,6 +137,9 @@ def test_what_is_refused(run, tmp_path, shards):
     dense = import_model(source, tmp_path / "dense", "dense", [])
     with pytest.raises(ValueError, match="is a model of kind dense"):
         prune(dense, out, min_closed=0.95, sequences=2)
+    drawn = import_model(source, tmp_path / "drawn", "context_free", [])
+    with pytest.raises(ValueError, match="is a model of kind context_free; its gates open by chance"):
+        prune(drawn, out, min_closed=0.95, sequences=2)
     bare = import_model(source, tmp_path / "bare", "l2a", [])
     with pytest.raises(ValueError, match="names no data.shards"):
         prune(bare, out, min_closed=0.95, sequences=2)
