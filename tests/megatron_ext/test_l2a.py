@@ -1,6 +1,7 @@
 """The L2A layer: values and gradients of the vectors, and what holds when gates are all open, all closed or leak."""
 
-from contextlib import nullcontext
+import itertools
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -190,17 +191,72 @@ def test_layer_is_the_sum_of_its_parts(kind, window, gates):
 class _NoHostSync(TorchDispatchMode):
     """Refuses what would make a host wait for its GPU: a number read from a tensor, or a shape that depends on one."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal", "aten.bincount")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         assert not any(name in str(func) for name in self.REFUSED), func
         chosen = args[1] if "aten.index." in str(func) or "aten.index_put" in str(func) else ()
         assert not any(x is not None and x.dtype == torch.bool for x in chosen), func
-        return func(*args, **(kwargs or {}))
+        assert "repeat_interleave.Tensor" not in str(func) or kwargs.get("output_size") is not None, func
+        return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["l2a", "l2a_shared", "context_free"])
-@pytest.mark.parametrize("documents", [False, True])
+# what copies between a GPU and its host, of which a CPU's tensors tell the dispatcher nothing
+READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
+WRITES = ("tensor", "as_tensor")
+
+
+@contextmanager
+def no_host_sync():
+    """`_NoHostSync`, and none of the calls above, and no `x.to("cpu")`."""
+
+    def refuse(*_args, **_options):
+        raise AssertionError("a copy between a GPU and its host")
+
+    def move(x, *args, **options):
+        assert "cpu" not in (*args, *options.values()), "a copy to the host"
+        return to(x, *args, **options)
+
+    to = torch.Tensor.to
+    with ExitStack() as stack:
+        for owner, names in ((torch.Tensor, READS), (torch, WRITES)):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, refuse))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", move))
+        stack.enter_context(_NoHostSync())
+        yield
+
+
+SYNCS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to-cpu": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.numpy(),
+    "if": lambda x: 1 if x.any() else 0,
+    "int": lambda x: int(x.sum()),
+    "float": lambda x: float(x.sum()),
+    "range": lambda x: range(x.sum()),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+    "equal": lambda x: torch.equal(x, x),
+    "repeat": lambda x: x.repeat_interleave(x),
+    "tensor": lambda x: x + torch.tensor([1, 2], device=x.device),
+}
+
+
+@pytest.mark.parametrize("what", SYNCS)
+def test_host_syncs_are_noticed(what):
+    x = torch.arange(1, 3)
+    with pytest.raises(AssertionError), no_host_sync():
+        SYNCS[what](x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "documents"),
+    [*itertools.product(("l2a", "l2a_shared", "context_free"), (False, True)), ("l2a_freesolo", False)],
+)
 def test_no_host_sync(kind, documents, monkeypatch):
     """Forward and backward of the layer, measured and leaking or not; the kernels below have a test on the GPU."""
 
@@ -210,6 +266,10 @@ def test_no_host_sync(kind, documents, monkeypatch):
     def rows(q_rows, positions, k, v, **_options):
         return q_rows * k.sum() * v.sum(), q_rows[..., 0]
 
+    def cells(q, k_cells, v_cells, _index, **_options):
+        return q * k_cells.sum() * v_cells.sum()
+
+    monkeypatch.setattr("megatron_ext.attention.read_cells", cells)
     monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_attention", operator)
     monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_rows", rows)
     monkeypatch.setattr("megatron_ext.attention.sliding_window_attention", operator)
@@ -221,7 +281,7 @@ def test_no_host_sync(kind, documents, monkeypatch):
         if documents:
             context.first_key = torch.zeros(2, 60, dtype=torch.int64)
         x = torch.randn(60, 2, 32, dtype=torch.float64, requires_grad=True)
-        with _NoHostSync():
+        with no_host_sync():
             run_layer(layer, x, context).sum().backward()
         assert x.grad.any()
 
