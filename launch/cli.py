@@ -15,6 +15,7 @@ import typer
 
 from launch.convert import ModelOverrides
 from launch.convert import app as convert_app
+from launch.overrides import check_changes
 from recipes.load import RecipeError, load_recipe
 
 OUR_ROOMS = ("launch", "data_prep", "megatron_ext")
@@ -88,6 +89,7 @@ def generate(
     overrides: ModelOverrides = None,
 ) -> None:
     """Continue prompts greedily with the weights of a run."""
+    check_changes(run, overrides, length=True)
     from launch.generate import greedy
 
     for text in greedy(run, prompt, tokens, overrides):
@@ -102,6 +104,7 @@ def evaluate(
     overrides: ModelOverrides = None,
 ) -> None:
     """Held-out loss of a run, and how often each layer looks back; the gates' threshold may be moved."""
+    check_changes(run, overrides, shards=True)
     from launch.evaluate import evaluate as measure
 
     found = measure(run, sequences=sequences, device=device, overrides=overrides)

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+from launch.overrides import changed_model
 from launch.run_directory import find_tokenizer, model_of
 from launch.train import model_facts
 from megatron_ext import checkpoint
@@ -91,7 +92,7 @@ def export_model(
         dtype: fp32, bf16, or "stored" for what the checkpoint holds (fp32 after ZeRO 1-3).
         max_positions: tokens, for config.json; None takes the recipe's seq_length.
         shard_bytes: weights are split into files of at most so many bytes.
-        overrides: `model.key=value`, such as another gate_threshold.
+        overrides: `model.seq_length` and `model.attention.key=value`, such as another gate_threshold.
 
     Raises:
         ValueError: transformers has nothing that computes this model, the checkpoint does not fit its recipe, or `out`
@@ -101,8 +102,7 @@ def export_model(
         raise RecipeError(f"--dtype {dtype} is not one of stored, {', '.join(DTYPES)}")
     step = checkpoint.find(run)
     home = step.parent.parent
-    model, tokenizer = override_model(model_of(home), overrides or []), find_tokenizer(home)
-    check_model(model)
+    model, tokenizer = changed_model(model_of(home), overrides or [], length=True), find_tokenizer(home)
     weights = checkpoint.stored_weights(step)
     with new_folder(out) as folder, one_process():
         shapes = weight_shapes(model)

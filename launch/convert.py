@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from launch.overrides import check_changes
 from recipes.schema import ATTENTION_KINDS
 
 app = typer.Typer(no_args_is_help=True, help="Hugging Face models in and out; pruned models.")
@@ -42,6 +43,7 @@ def export_command(
     overrides: ModelOverrides = None,
 ) -> None:
     """Write a model that transformers loads: config.json, safetensors, tokenizer files."""
+    check_changes(run, overrides, length=True)
     from launch.conversion import export_model
 
     made = export_model(
@@ -60,6 +62,7 @@ def prune_command(
     overrides: ModelOverrides = None,
 ) -> None:
     """Leave out the second attention of layers whose gate is hardly ever open, and say what that saves."""
+    check_changes(run, overrides, shards=True)
     from launch.prune import prune
 
     found = prune(run, out, min_closed=min_closed, sequences=sequences, device=device, overrides=overrides)

@@ -8,11 +8,11 @@ import torch
 from data_prep.guard import check_manifest
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress
-from launch.run_directory import find_shards, model_of, split_shards
+from launch.overrides import changed_model, split_shards
+from launch.run_directory import find_shards, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from recipes.load import check_model, override_model
 from recipes.schema import ModelConfig
 
 
@@ -31,7 +31,7 @@ def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list
     Args:
         sequences: held-out sequences, at most.
         device: auto, cpu or cuda.
-        overrides: `model.key=value`, such as another gate_threshold, and `data.shards=FOLDER`, for an import.
+        overrides: `model.attention.key=value`, such as another gate_threshold, and `data.shards=FOLDER`, for an import.
 
     Raises:
         ValueError: no complete checkpoint, no held-out shards, or overrides that do not fit the weights.
@@ -39,8 +39,7 @@ def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list
     step = checkpoint.find(run)
     home = step.parent.parent
     named, changes = split_shards(overrides)
-    model = override_model(model_of(home), changes)
-    check_model(model)
+    model = changed_model(model_of(home), changes)
     shards = find_shards(home, named)
     reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
     check_manifest(shards, seq_length=reader.seq_length, vocab_size=model.token_rows)

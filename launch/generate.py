@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from launch.overrides import changed_model
 from launch.run_directory import find_bos, find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from recipes.load import override_model
 from recipes.schema import ModelConfig
 
 
@@ -18,14 +18,14 @@ def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: lis
 
     Args:
         path: a run directory or one of its checkpoints.
-        overrides: `model.key=value`, such as another gate_threshold.
+        overrides: `model.seq_length` and `model.attention.key=value`, such as another gate_threshold.
 
     Raises:
         ValueError: no complete checkpoint, or an empty prompt.
     """
     step = checkpoint.find(path)
     run = step.parent.parent
-    config = override_model(model_of(run), overrides or [])
+    config = changed_model(model_of(run), overrides or [], length=True)
     tokenizer = AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
     bos = find_bos(run, tokenizer)
     if not all(prompts):

@@ -12,14 +12,15 @@ import torch
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress, write_recipe
 from launch.evaluate import load_for_measuring, measure
-from launch.run_directory import find_shards, find_tokenizer, model_of, split_shards
+from launch.overrides import changed_model, split_shards
+from launch.run_directory import find_shards, find_tokenizer, model_of
 from launch.train import model_facts
 from megatron_ext import checkpoint
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
 from megatron_ext.model import LanguageModel, head_dim, weight_shapes
 from megatron_ext.router import Router
 from megatron_ext.weights import new_folder
-from recipes.load import RecipeError, override_model
+from recipes.load import RecipeError
 from recipes.schema import ModelConfig
 
 PRUNED_KINDS = ("l2a", "l2a_shared", "l2a_freesolo")  # those with learned gates
@@ -63,7 +64,7 @@ def prune(
     step = checkpoint.find(run)
     home = step.parent.parent
     named, changes = split_shards(overrides)
-    model = override_model(model_of(home), changes)
+    model = changed_model(model_of(home), changes)
     if model.attention.kind not in PRUNED_KINDS:
         raise ValueError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
     shards = find_shards(home, named)

@@ -120,13 +120,6 @@ def find_bos(run: Path, tokenizer: PreTrainedTokenizerFast) -> int | None:
     return document_bos(tokenizer, str(run), data.get("add_bos"))
 
 
-def split_shards(overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """The value of `data.shards=` among overrides, and the others."""
-    key = "data.shards="
-    named = [override.removeprefix(key) for override in overrides or [] if override.startswith(key)]
-    return (named[-1] if named else None), [other for other in overrides or [] if not other.startswith(key)]
-
-
 def find_shards(run: Path, named: str | None = None) -> Path:
     """The folder of shards that a run trained on, or the one that is `named` instead."""
     recipe = OmegaConf.load(run / "recipe.yaml")

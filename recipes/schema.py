@@ -46,6 +46,23 @@ class AttentionConfig:
     restart_positions: bool = True  # with document_mask: RoPE positions start at 0 in every document
 
 
+_CELLS = ("cell_size", "query_block", "top_k", "eps")
+_POOL = ("retain", "recent")
+_GATE = ("gate_temperature", "gate_threshold")
+# keys of AttentionConfig that change what a trained model of a kind computes, beside those that belong to every kind;
+# closed_layers, sigma and lam are as its weights are
+KEYS_OF_TRAINED = {
+    "dense": (),
+    "swa": ("window",),
+    "freesolo": ("window", *_CELLS),
+    "freesolo_l": ("window", *_CELLS, *_POOL),
+    "l2a": ("window", *_GATE),
+    "l2a_shared": ("window", *_GATE),
+    "l2a_freesolo": ("window", *_CELLS, *_POOL, *_GATE),
+    "context_free": ("window", "open_probability"),
+}
+
+
 @dataclass
 class ModelConfig:
     """The decoder: megatron-core's GPT layers (RMSNorm, SwiGLU, no dropout) around the attention above."""
