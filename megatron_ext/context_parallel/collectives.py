@@ -87,8 +87,19 @@ def all_gather_constant(x: torch.Tensor, group: Group, kind: str) -> torch.Tenso
 class _Flight:
     """A gather that is under way, and in the backward the sum of its gradients that is."""
 
-    work: dist.Work
-    gradient: torch.Tensor
+    work: dist.Work | None = None
+    gradient: torch.Tensor | None = None
+
+    def land(self) -> torch.Tensor | None:
+        """Wait; returns the sum of gradients and keeps nothing.
+
+        NCCL's work holds what was gathered, and that holds the graph, and that this flight: kept, the circle would
+        keep the whole layer in memory for good, where Python's garbage collector cannot see it.
+        """
+        assert self.work is not None
+        self.work.wait()
+        gradient, self.work, self.gradient = self.gradient, None, None
+        return gradient
 
 
 class _StartGather(torch.autograd.Function):
@@ -102,15 +113,15 @@ class _StartGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _d_out: torch.Tensor):
-        ctx.flight.work.wait()
-        return ctx.flight.gradient.to(ctx.dtype), None, None, None
+        gradient = ctx.flight.land()
+        return gradient.to(ctx.dtype), None, None, None
 
 
 class _FinishGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gathered: torch.Tensor, group: Group, kind: str, flight: _Flight) -> torch.Tensor:
         ctx.group, ctx.kind, ctx.flight = group, kind, flight
-        flight.work.wait()
+        flight.land()
         return gathered.view_as(gathered)
 
     @staticmethod

@@ -1,10 +1,12 @@
 """Rank program: loss and gradients of an fp32 model, with the Triton kernels, cut over two GPUs against one GPU.
 
 Every rank first runs the whole sequence alone with the same weights. Writes per case the largest relative RMS
-difference over the loss and all parameters. "freesolo" reads all 16 cells: where it ranks them, rounding makes a
-few queries choose another of two that are equal but for it (of 93 cells the 4 best: 7e-4 and 5e-3 were measured).
+difference over the loss and all parameters, and the bytes that a run leaves behind. "freesolo" has a sequence so short
+that it reads every cell: where it ranks them, rounding makes a few queries choose another of two that are equal but for
+it (of 93 cells the 4 best: 7e-4 and 5e-3 were measured).
 """
 
+import gc
 import json
 import sys
 from dataclasses import replace
@@ -33,10 +35,12 @@ MODEL = ModelConfig(
 
 def loss_and_grads(kind: str, layout: Layout) -> dict[str, torch.Tensor]:
     """Loss of the whole sequences and the gradient of every (whole) parameter."""
-    top_k = 16 if kind == "freesolo" else MODEL.attention.top_k
-    case = replace(MODEL, attention=replace(MODEL.attention, kind=kind, top_k=top_k))
+    length = 550 if kind == "freesolo" else MODEL.seq_length
+    case = replace(MODEL, seq_length=length, attention=replace(MODEL.attention, kind=kind))
     torch.manual_seed(7)
-    model = build_model(case, tensor=layout.tensor, context=layout.context, tensor_group=layout.tensor_group)
+    model = build_model(
+        case, tensor=layout.tensor, context=layout.context, tensor_group=layout.tensor_group, recompute=True
+    )
     model = model.to(layout.device).train()
     draw = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
@@ -58,6 +62,15 @@ def loss_and_grads(kind: str, layout: Layout) -> dict[str, torch.Tensor]:
     return {name: whole(value, model, name, layout).cpu() for name, value in found.items()}
 
 
+def bytes_left(kind: str, layout: Layout) -> int:
+    """GPU memory that a run has taken and nobody can give back."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    loss_and_grads(kind, layout)
+    gc.collect()
+    return torch.cuda.memory_allocated() - before
+
+
 def main(result: str) -> None:
     """Run all cases; rank 0 writes them."""
     alone = init_layout(tensor=1, context=1, device=DEVICE, timeout_seconds=120)
@@ -66,7 +79,10 @@ def main(result: str) -> None:
     for tensor, context in ((1, 2), (2, 1)):
         layout = init_layout(tensor=tensor, context=context, device=DEVICE, timeout_seconds=120)
         for kind in ATTENTION_KINDS:
-            found[f"{kind} tp{tensor} cp{context}"] = difference(loss_and_grads(kind, layout), want[kind])
+            case = f"{kind} tp{tensor} cp{context}"
+            found[case] = difference(loss_and_grads(kind, layout), want[kind])
+            found[f"{case} left"] = bytes_left(kind, layout)
+            print(case, found[case], found[f"{case} left"], flush=True)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     leave_layout()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.context_parallel.collectives import ledger
+from megatron_ext.context_parallel.collectives import ledger, start_gather
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.model import LanguageModel, build_model, slice_context
@@ -181,6 +182,15 @@ def timeouts(layout: Layout) -> list[float]:
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
+def gathered_is_freed(layout: Layout) -> bool:
+    """Whether what was gathered goes when its last user does, while the graph waits for the backward."""
+    finish = start_gather(torch.ones(3, requires_grad=True), layout.context_group, "keys")
+    gathered = finish()
+    graph, storage = gathered.sum(), StorageWeakRef(gathered.untyped_storage())
+    del finish, gathered
+    return storage.expired() and graph.grad_fn is not None
+
+
 def recomputation(kind: str, layout: Layout, found: dict) -> None:
     """Gradients with and without recomputation, and what the layers measure."""
     case = config(kind, 200, 20, False)
@@ -205,6 +215,7 @@ def main(result: str) -> None:
             found[f"{name} tp{tensor} cp{context} measured"] = [measured, want[name][1]]
             found[f"{name} tp{tensor} cp{context} bytes"] = dict(ledger)
         if (tensor, context) == (1, 2):
+            found["gathered is freed"] = gathered_is_freed(layout)
             for kind in ("swa", "freesolo", "freesolo_l", "l2a"):
                 recomputation(kind, layout, found)
     if dist.get_rank() == 0:

@@ -28,6 +28,10 @@ def test_every_group_has_the_time_out_of_the_recipe(found, layout):
     assert found[f"{layout} timeouts"] == [TIMEOUT] * 4
 
 
+def test_gathered_keys_are_freed(found):
+    assert found["gathered is freed"]
+
+
 @pytest.mark.parametrize("kind", ["swa", "freesolo", "freesolo_l", "l2a"])
 def test_recomputation_gives_the_same_bits(found, kind):
     assert found[f"{kind} recompute equal"]
