@@ -181,7 +181,8 @@ class TrainEngine:
             loss = self._loss(batch, self.deepspeed)
             loss_sum += loss.detach().double()
             penalty_sum += sum(batch.context.penalties.values())
-            self.deepspeed.backward(loss * scale)
+            # 0 * loss is 0, and NaN where the loss is not finite: the gradient then is NaN too, and nothing is updated
+            self.deepspeed.backward(loss * (scale + 0 * loss.detach()))
             if number < self.accumulation:
                 self.deepspeed.step()
         loss_sum, penalty_sum = self._totals(loss_sum, penalty_sum)

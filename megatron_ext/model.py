@@ -9,7 +9,7 @@ from megatron_ext.attention import SequenceContext, sequence_context
 from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
 from megatron_ext.specs import decoder_spec
-from recipes.schema import ModelConfig
+from recipes.schema import ModelConfig, TrainConfig
 
 
 class LanguageModel(GPTModel):
@@ -38,7 +38,7 @@ class LanguageModel(GPTModel):
         context: SequenceContext,
         labels: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
-        loss_chunk: int = 1024,
+        loss_chunk: int = TrainConfig.loss_chunk,
     ) -> torch.Tensor:
         """Run the decoder over this rank's slice.
 

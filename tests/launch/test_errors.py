@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from data_prep.prep import prepare
-from launch.run_directory import find_tokenizer
+from launch.metrics import MetricsWriter
+from launch.run_directory import find_tokenizer, read_metrics
 from launch.train import train
+from megatron_ext import deepspeed_compat
 from megatron_ext.context_parallel.layout import leave_layout, pick_device
+from megatron_ext.engine import TrainEngine
 from recipes.load import RecipeError, load_recipe
 from tests.distributed import ROOT, free_port, rank_environment
 from tests.launch.train_program import RECIPE
@@ -207,6 +212,44 @@ def test_init_from_continues_with_a_fresh_optimizer(trained, shards, tmp_path):
     )
     assert fresh["loss"] == pytest.approx(first["loss"], rel=1e-6)
     assert continued["loss"] < fresh["loss"] - 0.01 and continued["step"] == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped(shards, tmp_path, monkeypatch, stage, what):
+    """The third of four: the weights stay as the second left them, and the fourth has the third's learning rate."""
+    original, states = TrainEngine._loss, []
+
+    def loss(engine, batch, forward):
+        value = original(engine, batch, forward)
+        if batch.context.step == 2 and what == "loss":
+            return value + torch.inf
+        if batch.context.step == 2 and value.requires_grad:
+            value.register_hook(lambda gradient: gradient * torch.nan)
+        return value
+
+    def write(writer, record):
+        written(writer, record)
+        states.append([safe_get_full_fp32_param(p).clone() if stage else p.clone() for p in trainer[0].parameters()])
+
+    def deepspeed(*arguments):
+        trainer.append(arguments[0])
+        return initialize(*arguments)
+
+    trainer, written, initialize = [], MetricsWriter.write, deepspeed_compat.initialize
+    monkeypatch.setattr(TrainEngine, "_loss", loss)
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    monkeypatch.setattr(deepspeed_compat, "initialize", deepspeed)
+    settings = ("train.steps=4", "train.warmup_steps=0", f"parallel.zero_stage={stage}")
+    train(recipe(tmp_path / "run", shards, *settings, "train.skip_nonfinite=1"))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["loss" if what == "loss" else "grad_norm"] is None for record in records] == [0, 0, 1, 0]
+    assert records[3]["lr"] == records[2]["lr"] < records[1]["lr"]
+    _, second, third, fourth = states
+    assert all(torch.equal(a, b) for a, b in zip(second, third, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(third, fourth, strict=True))
+    assert "step 3: loss" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
 def test_non_finite_loss_stops_with_step_rank_and_data(shards, tmp_path):
