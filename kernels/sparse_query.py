@@ -101,7 +101,7 @@ def sparse_query_rows(
         key_start: position of key 0.
         document_start: int [B, N], position of the first key that each row may see; default 0.
         scale: factor on the logits, above 0, default 1/sqrt(D).
-        backend: "auto", "reference" or "triton". Triton is fastest when positions ascend, padding last.
+        backend: "auto", "reference" or "triton". Triton is fastest when positions ascend, padding anywhere.
         deterministic: same gradient bits in every run; None follows `torch.are_deterministic_algorithms_enabled`.
             The reference always is; Triton then computes logits twice in the backward pass.
 
@@ -119,9 +119,10 @@ def sparse_query_rows(
         _check_integers("document_start", document_start, q_rows.shape[:2])
     scale = check_scale(scale, q_rows.shape[3])
     if on_gpu and q_rows.numel() and k.shape[1]:
+        # without a list of the rows that stand somewhere, every tile of keys would walk the padding in between
         return triton_rows_attention(
-            q_rows, k, v, positions=positions, first_key=document_start, key_start=key_start, scale=scale,
-            deterministic=deterministic,
+            q_rows, k, v, active=positions >= 0, positions=positions, first_key=document_start, key_start=key_start,
+            scale=scale, deterministic=deterministic,
         )  # fmt: skip
     return _reference_rows(q_rows, positions, k, v, key_start, document_start, scale)
 

@@ -512,11 +512,16 @@ def _bounds(rows: Rows) -> dict[str, bool]:
 
 
 def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, N, H, D], zero where no row stands, and the log-sum-exp of each row [B, N, H], fp32."""
+    """Output [B, N, H, D], zero where no row stands, and the log-sum-exp of each row [B, N, H], fp32.
+
+    Of tokens that are not listed the log-sum-exp is -inf if they have positions, else undefined: nobody merges those.
+    """
     (B, N, H, D), (_, S, G, _) = q.shape, k.shape
     DP, config = padded_dim(D), forward_config(q.dtype, padded_dim(D))
     out = (torch.empty if rows.tokens is None else torch.zeros)(B, N, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, N, H, dtype=torch.float32, device=q.device)
+    if rows.tokens is not None and rows.positions is not None:
+        lse.fill_(-torch.inf)
     keys, values = as_table(k), as_table(v)
     programs = min(num_processors(q.device), cdiv(N * H // G, config["BM"]) * B * G)
     if on_hopper(q):
