@@ -90,7 +90,7 @@ def test_rows_in_any_order_with_gradient_through_lse():
 
 
 def test_padding_between_rows_takes_no_time():
-    """As context parallelism deals them: of each slice a few rows and room for all. Walked, it took 2.8 times as long."""
+    """As context parallelism deals them: a few rows of a slice and room for all. Walked, it takes 2.8 times as long."""
     inputs = random_inputs(1, 131072, 6, 1, 128, torch.bfloat16)
     places = torch.arange(131072, device="cuda")
     dealt = places.where(places % 32768 < 6554, -1)[None]
