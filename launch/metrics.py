@@ -108,7 +108,7 @@ def gate_picture(records: list[dict]) -> Figure:
     for name, axes in zip(panels, figure.subplots(len(panels), squeeze=False).flat, strict=True):
         title, brightest = PANELS[name]
         by_layer = list(zip(*(record[name] for record in records), strict=True))
-        layers = [number + 0.5 for number in range(len(by_layer) + 1)]
+        layers = [number - 0.5 for number in range(len(by_layer) + 1)]  # from 0, as parameters are named
         figure.colorbar(axes.pcolormesh(edges, layers, by_layer, vmin=0, vmax=brightest))
         axes.set(xlabel="step", ylabel="layer", title=title)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -151,7 +151,7 @@ class MetricsWriter:
 
     def _scalar(self, name: str, value: float | list[float], step: int) -> None:
         if isinstance(value, list):
-            for layer, one in enumerate(value, start=1):
+            for layer, one in enumerate(value):
                 self._board.add_scalar(f"{name}/layer_{layer:02d}", one, step)
         else:
             self._board.add_scalar(name, value, step)

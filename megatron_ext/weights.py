@@ -98,7 +98,11 @@ class ShardWriter:
         self.total_bytes += size
 
     def _flush(self) -> None:
-        save_file(self._shard, self._partial(len(self._places)), metadata={"format": "pt"})
+        path = self._partial(len(self._places))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._shard, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors lets nobody but the owner read
         self._places.append(list(self._shard))
         self._shard, self._size = {}, 0
 

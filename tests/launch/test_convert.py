@@ -48,6 +48,7 @@ def test_round_trip(models, tmp_path, name):
     run = import_model(source, tmp_path / "run", "dense", [])
     back = export(run, tmp_path / "back", shard_bytes=40_000)
     assert (back / INDEX).exists()
+    assert len({path.stat().st_mode for path in back.iterdir()}) == 1  # whoever may read one file may read all
     want = their_logits(source, tokens)
     assert_close("ours", our_logits(run, tokens), want, rtol=1e-5)
     assert_close("back", their_logits(back, tokens), want, rtol=1e-5)

@@ -86,7 +86,7 @@ def board(tmp_path) -> EventAccumulator:
 def test_gates_are_scalars_by_layer(board):
     for figure in ("open_fraction", "router_norm"):
         for layer in (0, 1):
-            points = board.Scalars(f"{figure}/layer_{layer + 1:02d}")
+            points = board.Scalars(f"{figure}/layer_{layer:02d}")
             want = [(one["step"], pytest.approx(one[figure][layer])) for one in GATES]
             assert [(point.step, point.value) for point in points] == want
     assert [point.step for point in board.Scalars("loss")] == [4, 8, 12, 16, 20]
@@ -104,7 +104,7 @@ def test_gates_are_drawn_layer_by_step(board):
     for axes, name, brightest in zip(figure.axes, ("open_fraction", "router_norm"), (1.0, 2.0), strict=False):
         assert axes.collections[0].get_array().shape == (2, 3)
         for one in GATES:
-            for layer, value in enumerate(one[name], start=1):
+            for layer, value in enumerate(one[name]):
                 x, y = axes.transData.transform((one["step"], layer))
                 found = pixels[pixels.shape[0] - 1 - int(y), int(x)]
                 assert found == pytest.approx(colormaps["viridis"](value / brightest)[:3], abs=0.02), (one, layer)

@@ -160,3 +160,4 @@ def test_command_line(run, tmp_path):
     back = ["convert", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]
     done = call(app, [*back, "--attention", model_of(run).attention.kind])
     assert done.exit_code == 0 and str(tmp_path / "back") in done.output.replace("\n", "")
+    assert "its window is 7 tokens" in done.output
