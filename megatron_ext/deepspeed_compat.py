@@ -6,6 +6,7 @@ imported inside the functions: it looks for its accelerator at import, before a 
 
 import argparse
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -281,6 +282,17 @@ class _GatheredWeights(Mapping[str, torch.Tensor]):
         return len(self._weights)
 
 
+@contextlib.contextmanager
+def _mapped_files() -> Iterator[None]:
+    """torch.load maps files into memory: DeepSpeed's tool would read the model states of all ranks, and keep them."""
+    read = torch.load
+    torch.load = functools.partial(read, mmap=True)
+    try:
+        yield
+    finally:
+        torch.load = read
+
+
 def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_rank: int) -> Mapping[str, torch.Tensor]:
     """Weights and buffers of a tensor-parallel rank on the CPU: fp32 from the shards of all its data-parallel ranks.
 
@@ -299,7 +311,7 @@ def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_ran
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     silence = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
-    with tempfile.TemporaryDirectory() as folder, silence[0], silence[1]:
+    with tempfile.TemporaryDirectory() as folder, silence[0], silence[1], _mapped_files():
         (Path(folder) / tag).mkdir()
         for file in (checkpoint / tag).glob(f"*{rank}_*.pt"):
             (Path(folder) / tag / file.name).symlink_to(file.absolute())

@@ -6,6 +6,7 @@ Two ranks that share the state (ZeRO-1 and 3), or the weights themselves (tensor
 import json
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -122,7 +123,10 @@ def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_pa
     assert found["losses"][-1] < found["losses"][0]
     measured = evaluate(trained["folder"] / run_name(*case), sequences=4, device="cpu")
     assert measured.loss == pytest.approx(found["heldout"], rel=1e-5)
-    folder = export(trained, case, tmp_path)
+    with mock.patch("torch.load", wraps=torch.load) as load:
+        folder = export(trained, case, tmp_path)
+    # a file that is not mapped would be in memory as a whole
+    assert load.call_args_list and all(call.kwargs["mmap"] for call in load.call_args_list)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     assert case[0] != "l2a qwen2.5" or model.config.rope_theta == 5e6
     if hasattr(model.config, "closed_layers"):
