@@ -18,7 +18,7 @@ import triton
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from launch.train import draw_model, optimizer_settings, precision_of
+from launch.train import draw_model, optimizer_settings, precision_of, short_collections
 from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import padded_length
@@ -101,14 +101,15 @@ def _with_kind(recipe: Recipe, kind: str) -> Recipe:
 def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> dict:
     engine = _engine(recipe, layout, micro_batch)
     batch = _random_batch(recipe, layout, micro_batch)
-    for _ in range(3):
-        engine.train_step([batch])
-    torch.cuda.reset_peak_memory_stats()
-    times = sorted(_timed(engine, batch) for _ in range(steps))
-    step = times[len(times) // 2]
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        engine.train_step([batch])
-        torch.cuda.synchronize()
+    with short_collections():
+        for _ in range(3):
+            engine.train_step([batch])
+        torch.cuda.reset_peak_memory_stats()
+        times = sorted(_timed(engine, batch) for _ in range(steps))
+        step = times[len(times) // 2]
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            engine.train_step([batch])
+            torch.cuda.synchronize()
     tokens = micro_batch * recipe.model.seq_length * layout.data
     row = {
         "tokens_per_second": tokens / step,

@@ -1,5 +1,6 @@
 """One recipe, many layouts, interruptions and restarts: the losses of `train` stay what they are."""
 
+import gc
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.train import Trainer
+from launch.train import Trainer, short_collections
 from megatron_ext.router import leak_draw
 from recipes.load import load_recipe
 from recipes.schema import ATTENTION_KINDS, L2A_KINDS
@@ -321,3 +322,18 @@ def test_resumed_run_counts_the_gates_as_the_last_logged_step_had_them(runs, sha
     last = runs["l2a summed"]["open"][9]
     assert trainer.step == 12
     assert trainer.open_fraction == pytest.approx(sum(last) / len(last)) and trainer.open_fraction < 1
+
+
+def test_garbage_collection_leaves_out_what_was_set_up():
+    """What is made inside is still collected; afterwards everything is again."""
+    before = [[]]  # a list of containers, which the collector follows
+    with short_collections():
+        inside = [[]]
+        followed = {id(x) for x in gc.get_objects()}
+        assert id(inside) in followed and id(before) not in followed
+        assert len(followed) < 10_000
+        inside.append(inside)
+        del inside
+        assert gc.collect() >= 1
+    assert gc.get_freeze_count() == 0
+    assert id(before) in {id(x) for x in gc.get_objects()}
