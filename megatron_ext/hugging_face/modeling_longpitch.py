@@ -298,8 +298,9 @@ class LongpitchModel(LongpitchPreTrainedModel):
             )
         if cache.get_seq_length() == 0:
             own: list = []
+            kept = max(1, self.config.local_window)  # told to keep nothing, the cache layer would keep everything
             for layer in self.layers:
-                own.append(DynamicSlidingWindowLayer(sliding_window=self.config.local_window + 1))
+                own.append(DynamicSlidingWindowLayer(sliding_window=kept + 1))
                 if layer.has_global:
                     own.append(DynamicLayer())
             cache.layers = own

@@ -99,6 +99,18 @@ def test_cache_changes_nothing(pair):
     assert kept == [WINDOW, 48] * 2  # the window's part does not grow
 
 
+@torch.no_grad()
+def test_cache_of_a_window_of_nothing(tmp_path):
+    """Each token sees itself alone; the cache keeps one token where it could keep none."""
+    source = write_model(tmp_path / "source", FAMILIES["qwen2-tied"])
+    run = stir_gates(import_model(source, tmp_path / "run", "l2a", ["model.attention.window=0"]))
+    model, tokens = load(export(run, tmp_path / "out")), some_tokens()
+    cache = DynamicCache(config=model.config)
+    got = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 27], dim=1)]
+    assert_close("pieces", torch.cat(got, dim=1), our_logits(run, tokens), rtol=1e-5)
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [1, 48] * 2
+
+
 def continued(model, tokens: torch.Tensor, **options) -> torch.Tensor:
     """`tokens` and 20 more by transformers' generate; all are real unless a mask says otherwise."""
     options = {"attention_mask": torch.ones_like(tokens), "eos_token_id": None, "pad_token_id": 0} | options
