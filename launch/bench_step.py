@@ -6,6 +6,7 @@ One GPU, or several under torchrun with the recipe's parallel layout; random tok
 "dense-fa2".
 """
 
+import gc
 import os
 import re
 import time
@@ -119,6 +120,7 @@ def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> di
     }
     engine.close()
     del engine
+    gc.collect()  # DeepSpeed's objects hold one another; the next kind's peak is to be its own
     torch.cuda.empty_cache()
     return row
 
