@@ -4,9 +4,12 @@ Exit codes: 0 done, 1 failed, 2 wrong use (recipe or command line). Imports are 
 errors in a recipe do not wait for torch.
 """
 
+import contextlib
+import json
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -35,7 +38,7 @@ RunPath = Annotated[Path, typer.Argument(help="run directory, or one checkpoint 
 
 @app.callback()
 def _about() -> None:
-    """Train and extend long-context language models with FreeSolo attention on many GPUs."""
+    """Train and extend long-context language models with FreeSolo and L2A attention on many GPUs."""
 
 
 @app.command(
@@ -224,11 +227,20 @@ def _end(code: int) -> NoReturn:
 
 def _fail(error: Exception, code: int) -> int:
     """Say one sentence, once: what every rank finds alike is rank 0's to say."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank, sentence = int(os.environ.get("RANK", "0")), " ".join(str(error).split())
     if rank == 0 or not isinstance(error, RecipeError):
         who = f"longpitch (rank {rank})" if "RANK" in os.environ else "longpitch"
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"{who}: {sentence}", file=sys.stderr, flush=True)
+    _tell_torchrun(sentence)
     return code
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """Leave the sentence where torchrun looks for the cause, which it prints last of all, below its own traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        cause = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": cause}))
 
 
 def _keep_quiet() -> None:

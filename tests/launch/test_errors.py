@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from data_prep.prep import prepare
 from launch.metrics import MetricsWriter
@@ -67,6 +68,15 @@ def test_unknown_key_exits_2_with_a_hint():
     assert done.returncode == 2
     assert done.stderr.startswith("longpitch: ") and done.stderr.count("\n") == 1
     assert "blok_size" in done.stderr
+
+
+def test_torchrun_ends_with_our_sentence(tmp_path):
+    """Its report of what failed says what failed, with nothing but a line below."""
+    note = str(tmp_path / "error.json")  # torchrun names such a file to every rank
+    done = longpitch("train", "recipes/quickstart.yaml", "model.nonsense=3", TORCHELASTIC_ERROR_FILE=note)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=done.returncode, error_file=note)
+    *_, said, line = str(ChildFailedError("launch", {0: failure})).strip().split("\n")
+    assert said.endswith(done.stderr.strip().removeprefix("longpitch: ")) and set(line) == {"="}
 
 
 def test_unknown_key_names_the_nearest():
