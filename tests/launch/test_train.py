@@ -25,6 +25,8 @@ KINDS = ("dense", "swa", "freesolo", "freesolo_l")
 # (kind, ZeRO stage, context ranks), and a penalty so strong that the loss shows its gradient in a few steps
 L2A_LAYOUTS = [("l2a", 1, 1), *[("l2a", stage, 2) for stage in range(4)], ("l2a_shared", 1, 2), ("l2a_freesolo", 1, 2),
                ("context_free", 1, 2)]  # fmt: skip
+TENSOR_LAYOUTS = [("freesolo", 0), ("freesolo_l", 1), ("l2a", 1), ("swa", 3)]  # (kind, ZeRO stage), tensor ranks 2
+FOUR_RANKS = list(itertools.product(("dense", "freesolo_l", "l2a"), (1, 3), ((2, 2), (2, 1))))  # (tensor, context)
 PENALTY = ("train.gate_penalty=0.05", "train.gate_penalty_per=token", "model.attention.gate_temperature=1",
            "train.steps=12", "train.lr=3e-3")  # fmt: skip
 STAGES = (0, 1, 2, 3)
@@ -79,6 +81,8 @@ def runs(tmp_path_factory, shards) -> dict:
     two.append(job(folder, shards, "l2a stopped", *layout, stop_at=STOP))
     two.append(job(folder, shards, "l2a whole", *layout))
     two.append(job(folder, shards, "l2a resumed", *layout, copy_from=str(folder / "l2a_stopped")))
+    for kind, stage in TENSOR_LAYOUTS:  # last: another cut of the world
+        two.append(job(folder, shards, f"{kind} z{stage} tp2", *settings(kind, stage, 1), "parallel.tensor=2"))
     found = run_jobs(folder, 2, two)
     one = [job(folder, shards, f"{kind} alone", *settings(kind, 1, 1)) for kind in ATTENTION_KINDS]
     one.append(job(folder, shards, "l2a micro 1", *settings("l2a", 1, 1), "train.micro_batch=1"))
@@ -110,6 +114,35 @@ def test_losses_do_not_depend_on_the_layout(runs, context, kind, stage):
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
     assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
     assert got["heldout"] == pytest.approx(want["heldout"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "stage"), TENSOR_LAYOUTS)
+def test_losses_do_not_depend_on_tensor_ranks(runs, kind, stage):
+    got, want = runs[f"{kind} z{stage} tp2"], runs[f"{kind} alone"]
+    for figure in ("losses", "aux", "heldout"):
+        assert got[figure] == pytest.approx(want[figure], rel=1e-5)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, shards) -> dict:
+    """Tensor x context and tensor x data, sorted by how they cut the world."""
+    folder = tmp_path_factory.mktemp("four")
+    jobs = [
+        job(folder, shards, f"{kind} z{stage} tp{tensor} cp{context}", *settings(kind, stage, context),
+            f"parallel.tensor={tensor}")
+        for kind, stage, (tensor, context) in sorted(FOUR_RANKS, key=lambda one: one[2])
+    ]  # fmt: skip
+    return run_jobs(folder, 4, jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stage", "layout"), FOUR_RANKS)
+def test_losses_do_not_depend_on_tensor_with_other_ranks(runs, four, kind, stage, layout):
+    got, want = four[f"{kind} z{stage} tp{layout[0]} cp{layout[1]}"], runs[f"{kind} alone"]
+    for figure in ("losses", "aux", "heldout"):
+        assert got[figure] == pytest.approx(want[figure], rel=1e-5)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "stage", "context"), L2A_LAYOUTS)
