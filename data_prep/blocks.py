@@ -26,15 +26,20 @@ def block_path(folder: Path, key: str, suffix: str) -> Path:
     return folder / f"{int(key.split('-')[0]) // IN_A_FOLDER:06}" / f"{key}{suffix}"
 
 
-def write_file(path: Path, *parts: bytes) -> None:
-    """Write a file so that it is whole or absent, also after a loss of power."""
+def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
+    """Write a file so that it is whole or absent, also after a loss of power.
+
+    Args:
+        sync: False spares the wait for the disk; a loss of power may then leave the file empty or cut off.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     with open(aside, "wb") as file:
         for part in parts:
             file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     os.rename(aside, path)
 
 
@@ -61,15 +66,15 @@ def write_block(
     table = np.array(hashes, dtype=np.uint64).reshape(-1, 2)
     write_file(block_path(folder, key, ".bin"), tokens.tobytes(), *bits, lengths.tobytes(), table.tobytes())
     facts = facts | {"documents": len(documents), "tokens": len(tokens), "masks": len(masks)}
-    write_file(block_path(folder, key, ".json"), json.dumps(facts, ensure_ascii=False).encode())
+    write_file(block_path(folder, key, ".json"), json.dumps(facts, ensure_ascii=False).encode(), sync=False)
     return facts
 
 
 def read_facts(folder: Path, key: str) -> dict[str, Any] | None:
-    """What is known of a finished block; None if there is no such."""
+    """What is known of a finished block; None if there is no such, or its file did not outlive a loss of power."""
     try:
         return json.loads(block_path(folder, key, ".json").read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -103,7 +103,7 @@ class _Pool:
 
 
 def _serve(work: Callable[[Any], Any], end: Connection, ends_of_parent: list[Connection]) -> None:
-    """Body of a worker: a thread takes tasks in, so that the parent need not wait until they are wanted."""
+    """Body of a worker: its main thread takes tasks in, so that the parent need not wait until they are wanted."""
     for other in ends_of_parent:  # else a worker would keep another one's pipe to their dead parent open
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and kills
@@ -111,20 +111,21 @@ def _serve(work: Callable[[Any], Any], end: Connection, ends_of_parent: list[Con
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is a core
     tasks: Queue = Queue(maxsize=1)
 
-    def take_in() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                tasks.put(end.recv())
-        os._exit(0)  # the parent is gone
+    def work_on() -> None:
+        while True:
+            task = tasks.get()
+            try:
+                answer = (True, work(task))
+            except BaseException as error:
+                answer = (False, _portable(error))
+            end.send(answer)
 
-    threading.Thread(target=take_in, daemon=True).start()
-    while True:
-        task = tasks.get()
-        try:
-            answer = (True, work(task))
-        except BaseException as error:
-            answer = (False, _portable(error))
-        end.send(answer)
+    # not in the main thread, whose memory comes out of the many small holes that the parent's has: slow to work in
+    threading.Thread(target=work_on, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            tasks.put(end.recv())
+    os._exit(0)  # the parent is gone
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -22,7 +22,6 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for
 MODEL_INPUTS = ["input_ids", "attention_mask"]  # transformers would add token_type_ids, which no model here takes
 SMALLEST_VOCABULARY = 257  # every byte and the end of a document
 PIECE = 1 << 20  # characters given to the trainer at a time
-KNOWN_WORDS = 1 << 17  # whose ids the library remembers; its own 10,000 are full after some megabytes of text
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces where that changes no id
 OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust ends its sentence
 WORD_END = re.compile(r"\w(?=\s)")  # where tokenizers split anyway
@@ -75,8 +74,6 @@ class TextEncoder:
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True  # the name says otherwise, but True means: as plain text
-        if isinstance(self._backend.model, models.BPE):
-            self._backend.model._resize_cache(KNOWN_WORDS)  # private: the size is no part of what a tokenizer file says
         self.eos_id = vocabulary[tokenizer.eos_token]
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = _dtype(self.vocab_size)
