@@ -72,10 +72,9 @@ def prune_command(
     found = prune(run, out, min_closed=min_closed, sequences=sequences, device=device, overrides=overrides)
     for layer, share in found.open_fraction.items():
         typer.echo(f"layer {layer:3d}: gate open for {share:7.2%}{'   pruned' * (layer in found.closed_layers)}")
-    unit = "bytes at most, however long the text" if found.bounded else "bytes per token"
     typer.echo(
         f"wrote {out}\n"
         f"loss on {found.tokens:,} held-out tokens: {found.loss_before:.4f} -> {found.loss_after:.4f}\n"
-        f"KV cache in bf16: {found.bytes_before:,} -> {found.bytes_after:,} {unit} "
+        f"KV cache in bf16: {found.bytes_before:,} -> {found.bytes_after:,} bytes per token "
         f"({1 - found.bytes_after / found.bytes_before:.0%} less), and {found.window_bytes:,} for the windows as before"
     )

@@ -36,9 +36,8 @@ class Pruned:
     tokens: int  # measured on
     loss_before: float  # nats per token on them
     loss_after: float
-    bytes_before: int  # keys and values that a cache in bf16 keeps for the second looks: for each token, or
+    bytes_before: int  # keys and values that one more token adds to a cache in bf16
     bytes_after: int
-    bounded: bool  # for l2a_freesolo at most, however long the text
     window_bytes: int  # what the windows of all layers keep besides, however long the text
 
 
@@ -108,20 +107,14 @@ def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_c
         assert isinstance(router, Router)
         router.threshold = NEVER
     after = measure(built, model, reader)
-    attention = model.attention
-    bounded = attention.kind == "l2a_freesolo"
-    per_token = 2 * (model.num_kv_heads or model.num_heads) * head_dim(model) * torch.bfloat16.itemsize
-    # the pool, and the tokens of which the next cells will be made
-    pool = (attention.retain + attention.recent) * attention.cell_size + attention.query_block
-    per_layer = per_token * pool if bounded else per_token
+    per_layer = 2 * (model.num_kv_heads or model.num_heads) * head_dim(model) * torch.bfloat16.itemsize
     return Pruned(
         open_fraction=opened,
-        closed_layers=sorted({*attention.closed_layers, *closed}),
+        closed_layers=sorted({*model.attention.closed_layers, *closed}),
         tokens=before.tokens,
         loss_before=before.loss,
         loss_after=after.loss,
         bytes_before=per_layer * len(opened),
         bytes_after=per_layer * (len(opened) - len(closed)),
-        bounded=bounded,
-        window_bytes=per_token * model.num_layers * attention.window,
+        window_bytes=per_layer * model.num_layers * model.attention.window,
     )

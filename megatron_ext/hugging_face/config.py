@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.model import head_dim
-from recipes.schema import AttentionConfig, ModelConfig
+from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
 
 
 class ConfigError(ValueError):
@@ -35,7 +35,9 @@ FAMILIES = (
 )
 L2A_TYPE = "longpitch"  # model_type of an exported L2A model, run by modeling_longpitch.py
 MODELING = "modeling_longpitch"
-EXPORTED_L2A = ("l2a", "l2a_shared", "context_free")
+EXPORTED_L2A = L2A_KINDS
+# constants of the cells that l2a_freesolo's second look reads
+CELLS = ("cell_size", "query_block", "top_k", "retain", "recent", "sigma", "lam", "eps")
 EXPORTED_KINDS = ("dense", "swa", *EXPORTED_L2A)
 # values under which a key means what our layers compute
 PLAIN = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
@@ -118,13 +120,16 @@ def _l2a_constants(config: dict[str, Any], path: Path, kind: str) -> dict[str, A
     """The gate and window of an L2A model that we exported ourselves; nothing for other models."""
     if config["model_type"] != L2A_TYPE:
         return {}
-    by_chance = config.get("open_probability")  # not in the oldest exports
-    exported = "l2a_shared" if config["shared_attention"] else "l2a" if by_chance is None else "context_free"
-    if kind != exported:
-        raise ConfigError(f"{path} is of an L2A model; import it with --attention {exported}")
     keys = ("gate_temperature", "gate_threshold", "closed_layers")
     own = {"window": config["local_window"]} | {key: config[key] for key in keys}
-    return own if by_chance is None else own | {"open_probability": by_chance}
+    exported = "l2a_shared" if config["shared_attention"] else "l2a"
+    if config.get("open_probability") is not None:  # this and the next are not in the oldest exports
+        exported, own["open_probability"] = "context_free", config["open_probability"]
+    if config.get("cells") is not None:
+        exported, own = "l2a_freesolo", own | config["cells"]
+    if kind != exported:
+        raise ConfigError(f"{path} is of an L2A model; import it with --attention {exported}")
+    return own
 
 
 def _attention(
@@ -259,5 +264,6 @@ def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
         "gate_threshold": attention.gate_threshold,
         "open_probability": attention.open_probability if attention.kind == "context_free" else None,
         "shared_attention": attention.kind == "l2a_shared",
+        "cells": {key: getattr(attention, key) for key in CELLS} if attention.kind == "l2a_freesolo" else None,
         "closed_layers": list(attention.closed_layers),
     }

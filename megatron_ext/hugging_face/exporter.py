@@ -37,10 +37,10 @@ def export_weights(
     Raises:
         WeightsError: weights that are missing, left over, or of another shape, by name.
     """
-    _check(weights, shapes)
+    _check(weights, shapes, model)
     heads = names.heads_of(model)
-    for name in progress(list(shapes)):
-        tensor = weights[name]
+    for name in progress([name for name in shapes if not name.endswith(names.CONSTANTS)]):
+        tensor = weights[name] if name in weights else _start_value(name, shapes[name], model)
         if tensor.shape != shapes[name]:
             raise WeightsError(f"{name} is {list(tensor.shape)} instead of {list(shapes[name])}; check the recipe")
         if name in names.VOCABULARY:
@@ -56,13 +56,24 @@ def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _check(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def _start_value(name: str, shape: torch.Size, model: ModelConfig) -> torch.Tensor:
+    """What FreeSolo's alpha or gain starts as, for an import that was never trained."""
+    return torch.full(shape, model.attention.alpha_init if name.endswith(".alpha") else 1.0)
+
+
+def _check(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], model: ModelConfig) -> None:
     missing = [name for name in shapes if name not in weights]
+    missing = [name for name in missing if not name.endswith((*names.START_VALUES, *names.CONSTANTS))]
     left = [name for name in weights if name not in shapes]
     if missing:
         raise WeightsError(f"the checkpoint lacks {some(missing)}; is its recipe.yaml that of these weights?")
     if left:
         raise WeightsError(f"the checkpoint holds {some(left)}, which its recipe's model has no place for")
+    for name in shapes:
+        if name.endswith(names.CONSTANTS) and name in weights:
+            constant = getattr(model.attention, name.rpartition(".")[2])
+            if (weights[name] != constant).any():
+                raise WeightsError(f"{name} is {weights[name][0].item()}, and {constant} in the recipe; set it back")
 
 
 def write_surroundings(folder: Path, model: ModelConfig, tokenizer: Path, *, dtype: str, max_positions: int) -> None:

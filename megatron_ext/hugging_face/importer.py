@@ -32,7 +32,7 @@ class Importer:
 
     def __init__(self, source: StoredWeights, model: ModelConfig, shapes: dict[str, torch.Size]):
         self.source, self.model = source, model
-        self.shapes = {name: shape for name, shape in shapes.items() if not name.endswith(names.FROM_THE_RECIPE)}
+        self.shapes = {name: shape for name, shape in shapes.items() if not names.given_by_recipe(name, source)}
         self.heads = names.heads_of(model)
         self._check()
 

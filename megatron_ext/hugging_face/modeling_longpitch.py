@@ -24,7 +24,8 @@ class LongpitchConfig(PretrainedConfig):
     """Sizes as in Qwen's configs; `local_window` counts the tokens before the query itself.
 
     `gate_threshold` may be moved after training: from_pretrained(..., gate_threshold=0.7) opens fewer gates. With an
-    `open_probability` gates open by chance instead, and no router is there.
+    `open_probability` gates open by chance instead, and no router is there. With `cells` (cell_size, query_block,
+    top_k, retain, recent, sigma, lam, eps) the second look is at a few remembered cells, see `CellAttention`.
     """
 
     model_type = "longpitch"
@@ -50,6 +51,7 @@ class LongpitchConfig(PretrainedConfig):
         gate_threshold: float = 0.5,
         open_probability: float | None = None,
         shared_attention: bool = False,
+        cells: dict[str, float] | None = None,
         closed_layers: tuple[int, ...] | list[int] = (),
         initializer_range: float = 0.02,
         use_cache: bool = True,
@@ -67,7 +69,7 @@ class LongpitchConfig(PretrainedConfig):
         )
         self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
         self.local_window, self.gate_temperature, self.gate_threshold = local_window, gate_temperature, gate_threshold
-        self.open_probability = open_probability
+        self.open_probability, self.cells = open_probability, cells
         self.shared_attention, self.closed_layers = shared_attention, list(closed_layers)
         self.initializer_range, self.use_cache = initializer_range, use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -138,6 +140,8 @@ class Sequence:
 class Attention(nn.Module):
     """Projections of one attention: over a window, or, for chosen tokens, over everything."""
 
+    rotated = True
+
     def __init__(self, config: LongpitchConfig):
         super().__init__()
         D, H, G = config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -155,7 +159,9 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = sequence.rotate(self.q_norm(q)), sequence.rotate(self.k_norm(k))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotated:
+            q, k = sequence.rotate(q), sequence.rotate(k)
         if cache is not None:
             k, v = cache.update(k, v, index)
         return q, k, v
@@ -182,6 +188,71 @@ class Attention(nn.Module):
                 own = (part[row : row + 1] for part in (q[:, :, chosen], k, v))
                 heads[row, :, chosen] = sequence.attend(*own, sequence.slots[chosen], None, row)[0]
         return self._out(heads)
+
+
+class CellAttention(Attention):
+    """A second look at a few remembered cells of tokens in place of everything (FreeSolo, arXiv 2610.17191).
+
+    A query ranks the cells that ended before its block of queries, of which each kv head keeps the `retain` that have
+    the longest keys and the `recent` last, and reads the tokens of the `top_k` best. Decided in fp64, as in training.
+    """
+
+    rotated = False
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__(config)
+        self.cells = config.cells
+        self.alpha = nn.Parameter(torch.ones(config.num_attention_heads))
+        self.gain = nn.Parameter(torch.ones(config.head_dim))
+
+    def over_everything(
+        self, x: Tensor, is_open: Tensor, sequence: Sequence, cache: DynamicCache | None, index: int
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden], zero where is_open [B, T] is not."""
+        q, k, v = self._project(x, sequence, cache, index)
+        heads, per_block = torch.zeros_like(q), self.cells["query_block"]
+        for row in range(x.shape[0]):
+            real = is_open.new_ones(sequence.end) if sequence.is_real is None else sequence.is_real[row]
+            place = real.cumsum(0)[sequence.slots] - 1  # among the sequence's own tokens
+            table = self._summaries(k[row][:, real], v[row][:, real])
+            blocks = place // per_block
+            for block in blocks.unique().tolist():
+                some = (is_open[row] & real[sequence.slots] & (blocks == block)).nonzero().squeeze(1)
+                ended = block * per_block // self.cells["cell_size"]
+                if some.numel() and ended:
+                    heads[row, :, some] = self._read(q[row][:, some], place[some], *(part[:, :ended] for part in table))
+        return self._out(heads)
+
+    def _summaries(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The cells of k and v [G, K, D]: keys, values [G, N, s, D], mean key [G, N, D], priority [G, N]."""
+        size = self.cells["cell_size"]
+        count = k.shape[1] // size
+        k, v = (part[:, : count * size].unflatten(1, (count, size)) for part in (k, v))
+        wide = k.double()
+        return k, v, wide.mean(2), wide.square().sum(-1).sqrt().amax(-1)
+
+    def _read(self, q: Tensor, place: Tensor, k: Tensor, v: Tensor, mean: Tensor, priority: Tensor) -> Tensor:
+        """Queries [H, n, D] of one block, at `place` [n], read the cells [G, N, ...] before it: [H, n, D]."""
+        own, (G, N) = self.cells, priority.shape
+        pool = own["retain"] + own["recent"]
+        ranked = priority.argsort(dim=-1, descending=True, stable=True)
+        kept = torch.zeros_like(priority, dtype=torch.bool).scatter(1, ranked[:, : own["retain"]], True)
+        kept[:, -own["recent"] :] = True
+        columns = torch.arange(N, device=q.device).where(kept, N).sort(dim=-1).values[:, :pool]
+        absent, columns = (columns == N)[:, None, None], columns.clamp(max=N - 1)
+        head = torch.arange(G, device=q.device)[:, None]
+        k, v, mean, priority = (part[head, columns] for part in (k, v, mean, priority))  # [G, C, ...]
+        queries = q.unflatten(0, (G, -1))  # [G, R, n, D]
+        distance = place[:, None] - ((columns.double() + 0.5) * own["cell_size"])[:, None, None]
+        recency = own["lam"] * priority[:, None, None] * torch.erf(distance / (2 * own["sigma"]))
+        scores = queries.double() @ mean.mT[:, None] / self.head_dim**0.5 + recency
+        best = scores.masked_fill(absent, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best[..., : own["top_k"]], True) & ~absent
+        seen = chosen.repeat_interleave(own["cell_size"], dim=-1).flatten(1, 2)  # [G, R * n, C * s]
+        u = F.scaled_dot_product_attention(queries.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), attn_mask=seen)
+        u = u.view_as(q).float()
+        u = self.gain.float() * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + own["eps"])
+        return (self.alpha.float()[:, None, None] * u).to(q.dtype)
 
 
 # SplitMix64 on int64, whose products wrap
@@ -232,7 +303,7 @@ class LongpitchLayer(nn.Module):
         if has_global and self.open_probability is None:
             self.router = nn.Linear(config.hidden_size, 1, bias=False)
         if has_global and not self.shared:
-            self.global_attn = Attention(config)
+            self.global_attn = CellAttention(config) if config.cells else Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -270,6 +341,9 @@ class LongpitchPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
+        if isinstance(module, CellAttention):
+            nn.init.ones_(module.alpha)
+            nn.init.ones_(module.gain)
         if isinstance(module, LongpitchLayer) and hasattr(module, "router"):
             nn.init.zeros_(module.router.weight)  # every gate open
 

@@ -5,6 +5,7 @@ the MLP's gate above its up projection. Everything else is the same tensor under
 """
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +34,17 @@ LAYER = {
     # of an L2A layer: a second attention, its norm, and the gate; a Hugging Face base model has none of them
     "global_layernorm.weight": ("global_layernorm.weight",),
     "router.weight": ("router.weight",),
+    # of a second look at cells
+    "global_attention.core_attention.alpha": ("global_attn.alpha",),
+    "global_attention.core_attention.gain": ("global_attn.gain",),
 }
 LAYER |= {f"self_attention.{own}": tuple(f"self_attn.{n}" for n in parts) for own, parts in ATTENTION.items()}
 LAYER |= {f"global_attention.{own}": tuple(f"global_attn.{n}" for n in parts) for own, parts in ATTENTION.items()}
 # where the second attention of a layer starts in a model that has one only
 COPIED_FROM = {"global_layernorm.": "input_layernorm.", "global_attention.": "self_attention."}
-# constants and start values that the recipe gives: no Hugging Face model has them
-FROM_THE_RECIPE = tuple(f".core_attention.{name}" for name in ("alpha", "gain", "sigma", "lam"))
+# FreeSolo's: what the recipe gives a start, so that weights may lack it, and constants, which config.json has
+START_VALUES = (".core_attention.alpha", ".core_attention.gain")
+CONSTANTS = (".core_attention.sigma", ".core_attention.lam")
 GATE = "router.weight"  # zero at the start: every gate is open
 
 
@@ -69,6 +74,13 @@ def parts_of(name: str) -> tuple[str, ...]:
     if match is None or match[2] not in LAYER:
         raise ValueError(f"{name} has no counterpart in a Hugging Face model; export knows dense, swa and L2A models")
     return tuple(f"model.layers.{match[1]}.{part}" for part in LAYER[match[2]])
+
+
+def given_by_recipe(name: str, source: Container[str]) -> bool:
+    """Whether our tensor `name` is read from no tensor of `source` because the recipe says what it is."""
+    if name.endswith(START_VALUES):
+        return ".global_attention." not in name or parts_of(name)[0] not in source
+    return name.endswith(CONSTANTS)
 
 
 def copied_from(name: str) -> str | None:

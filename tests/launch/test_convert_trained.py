@@ -18,7 +18,7 @@ from launch.evaluate import evaluate
 from launch.run_directory import model_of
 from megatron_ext.weights import StoredWeights
 from tests.distributed import run_ranks
-from tests.launch.hugging_face_models import FAMILIES, write_model
+from tests.launch.hugging_face_models import FAMILIES, attention_of, write_model
 
 FROZEN = r"train.freeze=['mlp\.']"
 WINDOW = "model.attention.window=9"
@@ -31,13 +31,14 @@ IMPORTS = {
     "l2a qwen2": ("qwen2-tied", "l2a", [WINDOW, PADDED]),
     "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW, "model.attention.rope_base=5e6"]),  # 5e5 in the source
     "drawn qwen3": ("qwen3-wide-heads", "context_free", [WINDOW]),
+    "cells qwen2": ("qwen2-tied", "l2a_freesolo", attention_of("l2a_freesolo", window=9)),
     "l2a pruned": ("qwen3-wide-heads", "l2a", [WINDOW, "model.attention.closed_layers=[1]"]),
 }
 # what is trained, ZeRO stage, tensor-parallel ranks
 MOVED = [
     ("dense qwen3", 3, 1), ("l2a qwen2.5", 3, 1), ("l2a pruned", 3, 1), ("l2a qwen2", 1, 1),
     ("l2a qwen2", 0, 2), ("l2a qwen2", 1, 2), ("dense llama", 3, 2),
-    ("drawn qwen3", 1, 1),
+    ("drawn qwen3", 1, 1), ("cells qwen2", 3, 1),
 ]  # fmt: skip
 # and what runs without learning, in which precision
 STILL = [
@@ -131,6 +132,9 @@ def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_pa
     assert case[0] != "l2a qwen2.5" or model.config.rope_theta == 5e6
     if hasattr(model.config, "closed_layers"):
         assert all(layer.router.weight.any() for layer in model.model.layers if hasattr(layer, "router"))
+    for layer in model.model.layers:
+        if "cells" in case[0]:
+            assert (layer.global_attn.alpha != 1).all() and (layer.global_attn.gain != 1).all()
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for batch in EvalReader(shards, micro_batch=2, max_sequences=4):
@@ -140,3 +144,13 @@ def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_pa
             weights = batch.weights.flatten()
             sums += torch.stack(((nll * weights).double().sum(), weights.double().sum()))
     assert (sums[0] / sums[1]).item() == pytest.approx(found["heldout"], rel=1e-5)
+
+
+def test_constants_of_the_cells_must_be_the_recipes(trained, tmp_path):
+    case = next(case for case in MOVED if case[0] == "cells qwen2")
+    recipe = trained["folder"] / run_name(*case) / "recipe.yaml"
+    whole = recipe.read_text()
+    recipe.write_text(whole.replace("sigma: 3.0", "sigma: 4.0"))
+    with pytest.raises(ValueError, match=r"core_attention.sigma is 3.0, and 4.0 in the recipe; set it back"):
+        export(trained, case, tmp_path)
+    recipe.write_text(whole)

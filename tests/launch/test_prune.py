@@ -18,21 +18,30 @@ from launch.run_directory import model_of
 from megatron_ext import checkpoint
 from megatron_ext.weights import SINGLE
 from recipes.load import RecipeError
-from tests.launch.hugging_face_models import FAMILIES, our_logits, some_tokens, stir_gates, their_logits, write_model
+from tests.launch.hugging_face_models import (
+    FAMILIES,
+    attention_of,
+    our_logits,
+    some_tokens,
+    stir_gates,
+    their_logits,
+    write_model,
+)
 from tests.numerics import assert_close
 
 SHUT = ["model.attention.gate_threshold=0.6"]  # layer 0 has p = 0.5 everywhere
 
 
-@pytest.fixture(scope="module", params=[("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a_shared")], ids=lambda x: x[1])
+CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a_shared"), ("qwen2-tied", "l2a_freesolo")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[1])
 def run(request, tmp_path_factory, shards) -> Path:
     """An L2A run whose layer 0 never decides and whose layer 1 opens some gates, with the shards to measure it on."""
-    return run_of(*request.param, tmp_path_factory.mktemp("prune"), shards)
-
-
-def run_of(name: str, kind: str, home: Path, shards: Path, *overrides: str) -> Path:
+    name, kind = request.param
+    home = tmp_path_factory.mktemp("prune")
     source = write_model(home / "source", FAMILIES[name])
-    made = stir_gates(import_model(source, home / "run", kind, ["model.attention.window=7", *overrides]))
+    made = stir_gates(import_model(source, home / "run", kind, attention_of(kind, window=7)))
     file = checkpoint.find(made) / checkpoint.WEIGHTS / SINGLE
     state = load_file(file)
     state["decoder.layers.0.router.weight"].zero_()
@@ -109,22 +118,6 @@ def test_share_decides(run, tmp_path):
     assert found.loss_after != pytest.approx(found.loss_before, rel=1e-4)
     with pytest.raises(ValueError, match="has no layer that looks back"):
         prune(tmp_path / "all", tmp_path / "more", min_closed=0.5, sequences=1, device="cpu")
-
-
-def test_a_second_look_that_is_bounded(tmp_path, shards):
-    """FreeSolo's pool: (3 + 2) cells of 4 tokens, and 16 tokens of a query block, whatever the length."""
-    sizes = ("cell_size=4", "query_block=16", "retain=3", "recent=2")
-    run = run_of("qwen2-tied", "l2a_freesolo", tmp_path, shards, *(f"model.attention.{size}" for size in sizes))
-    out, tokens = tmp_path / "pruned", some_tokens()
-    command = ["convert", "prune", "--stats", str(run), "--out", str(out), "--device", "cpu", "--sequences", "2", *SHUT]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    kept = 2 * 2 * 12 * 2 * (5 * 4 + 16)  # k and v, heads, width, bytes, tokens
-    assert f"{2 * kept:,} -> {kept:,} bytes at most, however long the text (50% less)" in done.output
-    assert not [name for name in checkpoint.stored_weights(checkpoint.find(out)) if ".0.global_attention" in name]
-    recipe = (run / "recipe.yaml").read_text()
-    (run / "recipe.yaml").write_text(recipe.replace("gate_threshold: 0.5", "gate_threshold: 0.6"))
-    assert_close("pruned", our_logits(out, tokens), our_logits(run, tokens), rtol=1e-6)
 
 
 def test_what_is_refused(run, tmp_path, shards):
