@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data_prep.files import SourceFile, is_url, open_plain, open_raw
-from recipes.schema import BAD_DOCUMENT_POLICIES, SourceConfig
+from recipes.schema import BAD_DOCUMENT_POLICIES, DataConfig, SourceConfig
 
 BLOCK_BYTES = 4 << 20  # of plain text, at most; a block ends after the line that reaches it
 SMALLEST_BLOCK, BLOCKS = 1 << 18, 64  # bytes, and blocks that a corpus has where they are no smaller than that
@@ -49,8 +49,8 @@ class BadDocument(ValueError):
 class Rules:
     """What is done with documents that cannot be used."""
 
-    bad_documents: str = "stop"  # "stop" raises at the first one, "skip" counts it
-    max_bytes: int = 64 << 20  # a larger document is a bad one
+    bad_documents: str = DataConfig.bad_documents  # "stop" raises at the first one, "skip" counts it
+    max_bytes: int = DataConfig.max_document_mib << 20  # a larger document is a bad one
 
     def __post_init__(self) -> None:
         if self.bad_documents not in BAD_DOCUMENT_POLICIES:

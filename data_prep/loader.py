@@ -25,6 +25,7 @@ from data_prep.cache import ShardFolder
 from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split
 from data_prep.prefetch import Prefetcher
 from data_prep.scratch import Scratch
+from recipes.schema import DataConfig, TrainConfig
 
 FETCHES = 5  # times a shard is fetched again that the cache's limit took away meanwhile
 READ_AHEAD = 2  # micro-batches that wait for the training step
@@ -88,13 +89,13 @@ class TrainLoader:
         proportions: Sequence[float] | None = None,
         split: str = "train",
         replication: int = 1,
-        num_workers: int = 0,
-        shuffle: bool = True,
-        canonical_nodes: int = 1,
-        recall_beta: float = 0.0,
-        switch_beta: float = 0.0,
-        verify_hashes: bool = False,
-        timeout_seconds: float = 300.0,
+        num_workers: int = DataConfig.num_workers,
+        shuffle: bool = DataConfig.shuffle,
+        canonical_nodes: int = DataConfig.canonical_nodes,
+        recall_beta: float = TrainConfig.recall_beta,
+        switch_beta: float = TrainConfig.switch_beta,
+        verify_hashes: bool = DataConfig.verify_hashes,
+        timeout_seconds: float = DataConfig.timeout_seconds,
         temp_dir: str | Path | None = None,
     ) -> None:
         self.dp_rank, self.dp_size = _ranks(replication, temp_dir)

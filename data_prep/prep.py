@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -190,8 +191,14 @@ def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[
         raise ValueError(f"{folder} exists but is no finished folder of shards; remove it, or change data.shards")
     manifest = read_manifest(folder)
     way_out = "change data.shards to prepare anew, or remove the folder"
-    if differing := _differences(manifest.get("settings", {}), settings):
+    then, named = manifest.get("settings", {}), "tokenizer_files_hash"
+    # shards hold a copy of their tokenizer and may outlive the one that was named; older ones do not state its hash
+    now = {key: value for key, value in settings.items() if key != named or (value and named in then)}
+    if differing := _differences(then, now):
         raise ValueError(f"{folder} was prepared with other settings: {differing}; {way_out}")
+    is_older = data.tokenizer and settings[named] and named not in then
+    if is_older and not _is_tokenizer_of(manifest, data.tokenizer, data.add_bos):
+        raise ValueError(f"{folder} was prepared with another tokenizer than {data.tokenizer} now is; {way_out}")
     try:
         files = find_files(data.sources)
     except FileNotFoundError:  # shards outlive their corpus
@@ -199,6 +206,15 @@ def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[
     if _sizes_hash(files) != manifest["sources"]["hash"]:
         raise ValueError(f"{folder} was prepared from other files than data.sources now hold; {way_out}")
     return manifest
+
+
+def _is_tokenizer_of(manifest: dict[str, Any], tokenizer: str, add_bos: bool | None) -> bool:
+    """Whether a tokenizer gives the ids of the shards, by what `prepare` would save of it."""
+    encoder = load_tokenizer(tokenizer, add_bos)
+    with tempfile.TemporaryDirectory() as aside:
+        encoder.save(Path(aside))
+        found = (tokenizer_hash(Path(aside)), encoder.eos_id, encoder.bos_id)
+    return found == (manifest["tokenizer_hash"], manifest["eos_id"], manifest["bos_id"])
 
 
 def _sizes_hash(files: Sequence[SourceFile]) -> str:

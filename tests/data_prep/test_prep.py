@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -182,17 +183,21 @@ def test_replaced_tokenizer_is_noticed(tmp_path):
     check_manifest(tmp_path / "shards", **named, tokenizer=str(tmp_path / "mine/tokenizer.json"))  # of that folder
     for change in ({"eos_token": "a"}, {"add_bos_token": True}):
         settings.write_text(json.dumps(content | change))
-        with pytest.raises(ValueError, match="tokenizer_files_hash"):
+        with pytest.raises(ValueError, match=r"other settings: tokenizer_files_hash \(then "):
             run(data)
         with pytest.raises(ValueError, match="another tokenizer than"):
             check_manifest(tmp_path / "shards", **named, tokenizer=data.tokenizer)
     older = json.loads((tmp_path / "shards/manifest.json").read_text())  # whose hash was another one, of one file
     older["settings"]["tokenizer_file_hash"] = older["settings"].pop("tokenizer_files_hash")[:16]
     (tmp_path / "shards/manifest.json").write_text(json.dumps(older))
+    settings.write_text(json.dumps(content))
     check_manifest(tmp_path / "shards", **named, tokenizer=data.tokenizer)
+    assert not run(data).fresh
     train_tokenizer(["another word"], 300).save(tmp_path / "mine")
-    with pytest.raises(ValueError, match="tokenizer_files_hash"):
+    with pytest.raises(ValueError, match=r"another tokenizer than .*mine now is; change data\.shards"):
         run(data)
+    shutil.rmtree(tmp_path / "mine")  # the shards hold a copy
+    assert not run(data).fresh
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
