@@ -228,20 +228,23 @@ class _Lines:
         return chunk
 
     def skip_to(self, position: int) -> None:
-        """Leave out what comes before a position that an earlier run had reached."""
-        missing = position - self.position - len(self._buffer)
+        """Leave out what comes before a position that an earlier run had reached.
+
+        What is packed is read in the same chunks as then: where the file is damaged, a chunk is lost, and it must not
+        depend on a kill which one.
+        """
+        missing = position - self.position
         self.position = position
-        if missing <= 0:
-            del self._buffer[: len(self._buffer) + missing]
-            return
-        self._buffer.clear()
-        if self._can_seek:
+        if self._can_seek and missing > len(self._buffer):
+            self._buffer.clear()
             self._stream.seek(position)
-        while missing > 0 and not self._can_seek:
-            chunk = self._stream.read(min(self._chunk, missing))
-            if not chunk:
+            return
+        while missing > len(self._buffer):
+            missing -= len(self._buffer)
+            self._buffer.clear()
+            if not self._read():
                 raise OSError(0, "ends earlier than before")
-            missing -= len(chunk)
+        del self._buffer[:missing]
 
     def take(self, line: int) -> tuple[bytes, int, tuple[str, str] | None]:
         """The next whole lines, how many, and the problem if there is one instead of them."""
