@@ -30,7 +30,8 @@ def test_keys_are_those_that_the_layers_are_built_with(kind):
         value = getattr(own, field.name)
         if field.name not in EVERY_KIND and isinstance(value, int | float):
             other = replace(own, **{field.name: value + 1})
-            built |= {field.name} if layer_spec(kind, other) != layer_spec(kind, own) else set()
+            specs = {repr(layer_spec(kind, one)) for one in (own, other)}  # megatron-core 0.19's equal nothing
+            built |= {field.name} if len(specs) == 2 else set()
     if kind == "freesolo":
         built.remove("recent")  # it retains every cell
     assert built - FIXED == set(KEYS_OF_TRAINED[kind])
