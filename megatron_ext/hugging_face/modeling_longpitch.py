@@ -8,6 +8,8 @@ a layer without a second look has the first only. Shapes: B batch, T new tokens,
 D head dim. A token's slot is its place in the sequence, padding counted; its position is what RoPE turns by.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,6 +104,15 @@ class Sequence:
         self.slots = past + torch.arange(T, device=position_ids.device)  # of the new tokens
         self.is_real = is_real  # [B, end] bool, False for padding; None: there is none
 
+    def to(self, device: torch.device | str | int, **_options) -> "Sequence":
+        """The same on another device: accelerate asks for it where a device_map spreads layers over several."""
+        if self.slots.device == torch.device(device):
+            return self
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(moved, name, value.to(device) if isinstance(value, Tensor) else value)
+        return moved
+
     def rotate(self, x: Tensor) -> Tensor:
         """Turn [B, heads, T, D] by the positions, in fp32."""
         first, second = x.float().chunk(2, dim=-1)
@@ -190,6 +201,22 @@ class Attention(nn.Module):
         return self._out(heads)
 
 
+class Readout(nn.Module):
+    """What was read of cells, normalised and weighed by head: alpha * RMSNorm(u), in fp32."""
+
+    def __init__(self, config: LongpitchConfig):
+        super().__init__()
+        self.eps = config.cells["eps"]
+        self.alpha = nn.Parameter(torch.ones(config.num_attention_heads))
+        self.gain = nn.Parameter(torch.ones(config.head_dim))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """[H, n, D] -> [H, n, D]."""
+        wide = u.float()
+        wide = self.gain.float() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.alpha.float()[:, None, None] * wide).to(u.dtype)
+
+
 class CellAttention(Attention):
     """A second look at a few remembered cells of tokens in place of everything (FreeSolo, arXiv 2610.17191).
 
@@ -201,9 +228,7 @@ class CellAttention(Attention):
 
     def __init__(self, config: LongpitchConfig):
         super().__init__(config)
-        self.cells = config.cells
-        self.alpha = nn.Parameter(torch.ones(config.num_attention_heads))
-        self.gain = nn.Parameter(torch.ones(config.head_dim))
+        self.cells, self.readout = config.cells, Readout(config)
 
     def over_everything(
         self, x: Tensor, is_open: Tensor, sequence: Sequence, cache: DynamicCache | None, index: int
@@ -250,9 +275,7 @@ class CellAttention(Attention):
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best[..., : own["top_k"]], True) & ~absent
         seen = chosen.repeat_interleave(own["cell_size"], dim=-1).flatten(1, 2)  # [G, R * n, C * s]
         u = F.scaled_dot_product_attention(queries.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), attn_mask=seen)
-        u = u.view_as(q).float()
-        u = self.gain.float() * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + own["eps"])
-        return (self.alpha.float()[:, None, None] * u).to(q.dtype)
+        return self.readout(u.view_as(q))
 
 
 # SplitMix64 on int64, whose products wrap
@@ -287,6 +310,14 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Router(nn.Linear):
+    """The score of each token, in fp32."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """[B, T, hidden] -> [B, T]."""
+        return (z.float() * self.weight.float()).sum(-1)
+
+
 class LongpitchLayer(nn.Module):
     """Window, gated second look, MLP: layer `number`, from 1; `local_index` is its first place in the cache."""
 
@@ -301,7 +332,7 @@ class LongpitchLayer(nn.Module):
         if has_global:
             self.global_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if has_global and self.open_probability is None:
-            self.router = nn.Linear(config.hidden_size, 1, bias=False)
+            self.router = Router(config.hidden_size, 1, bias=False)
         if has_global and not self.shared:
             self.global_attn = CellAttention(config) if config.cells else Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -311,8 +342,7 @@ class LongpitchLayer(nn.Module):
         """[B, T] bool: whose gate is open; decided in fp32, as in training, or drawn for int64 `positions` [B, T]."""
         if self.open_probability is not None:
             return drawn_open(positions, self.number, self.open_probability)
-        score = (z.float() * self.router.weight.float()).sum(-1)
-        return (score / self.temperature).sigmoid() >= self.threshold
+        return (self.router(z) / self.temperature).sigmoid() >= self.threshold
 
     def forward(self, x: Tensor, sequence: Sequence, cache: DynamicCache | None) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]."""
@@ -341,7 +371,7 @@ class LongpitchPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, CellAttention):
+        if isinstance(module, Readout):
             nn.init.ones_(module.alpha)
             nn.init.ones_(module.gain)
         if isinstance(module, LongpitchLayer) and hasattr(module, "router"):

@@ -35,8 +35,8 @@ LAYER = {
     "global_layernorm.weight": ("global_layernorm.weight",),
     "router.weight": ("router.weight",),
     # of a second look at cells
-    "global_attention.core_attention.alpha": ("global_attn.alpha",),
-    "global_attention.core_attention.gain": ("global_attn.gain",),
+    "global_attention.core_attention.alpha": ("global_attn.readout.alpha",),
+    "global_attention.core_attention.gain": ("global_attn.readout.gain",),
 }
 LAYER |= {f"self_attention.{own}": tuple(f"self_attn.{n}" for n in parts) for own, parts in ATTENTION.items()}
 LAYER |= {f"global_attention.{own}": tuple(f"global_attn.{n}" for n in parts) for own, parts in ATTENTION.items()}

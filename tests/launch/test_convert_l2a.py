@@ -1,6 +1,7 @@
 """L2A models in and out: the exported modeling file computes what our layers do, with a cache and without."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,29 @@ def test_padding_is_not_there(pair):
         rows = model(padded, attention_mask=mask).logits
         assert rows.isfinite().all()
         assert_close("row", rows[1:, 11:], model(short).logits, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_may_lie_elsewhere(pair):
+    """As accelerate has it for a device_map: a module's weights are there in its own forward, and in no other."""
+    model, tokens = load(pair[1]), some_tokens()
+    want = model(tokens).logits
+
+    def bring(module: torch.nn.Module, own: dict):
+        module.register_forward_pre_hook(lambda module, _inputs: module._parameters.update(own))
+        module.register_forward_hook(lambda module, _inputs, _output: module._parameters.update(away))
+        away = {name: torch.nn.Parameter(weight.to("meta")) for name, weight in own.items()}
+        module._parameters.update(away)
+
+    for module in list(model.modules()):
+        own = {name: weight for name, weight in module._parameters.items() if weight is not None}
+        if own:
+            bring(module, own)
+    assert torch.equal(model(tokens).logits, want)
+    sequence = sys.modules[type(model).__module__].Sequence(torch.arange(5)[None], tokens[:1] > 0, 0, model.config)
+    assert sequence.to("cpu") is sequence
+    moved = vars(sequence.to("meta"))
+    assert {value.device.type for value in moved.values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
 def test_threshold_can_be_moved(pair, tmp_path):

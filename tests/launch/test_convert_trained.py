@@ -134,7 +134,8 @@ def test_trained_weights_give_transformers_the_same_loss(trained, shards, tmp_pa
         assert all(layer.router.weight.any() for layer in model.model.layers if hasattr(layer, "router"))
     for layer in model.model.layers:
         if "cells" in case[0]:
-            assert (layer.global_attn.alpha != 1).all() and (layer.global_attn.gain != 1).all()
+            readout = layer.global_attn.readout
+            assert (readout.alpha != 1).all() and (readout.gain != 1).all()
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for batch in EvalReader(shards, micro_batch=2, max_sequences=4):
