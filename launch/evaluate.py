@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from data_prep.guard import check_manifest
+from data_prep.guard import check_manifest, read_manifest
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress
 from launch.overrides import changed_model, split_shards
@@ -40,11 +40,27 @@ def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list
     home = step.parent.parent
     named, changes = split_shards(overrides)
     model = changed_model(model_of(home), changes)
-    shards = find_shards(home, named)
-    reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
-    check_manifest(shards, seq_length=reader.seq_length, vocab_size=model.token_rows)
+    _, reader = open_heldout(step, model, named, sequences)
     with one_process(device):
         return measure(load_for_measuring(model, step, device), model, reader)
+
+
+def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: int) -> tuple[Path, EvalReader]:
+    """The shards of a checkpoint's run, or those that are `named`, and a reader of up to so many held-out sequences.
+
+    Raises:
+        ValueError: there are none, or another tokenizer made them.
+    """
+    home = step.parent.parent
+    shards, own = find_shards(home, named), home / "tokenizer"
+    check_manifest(
+        shards,
+        seq_length=read_manifest(shards)["seq_length"],
+        vocab_size=model.token_rows,
+        tokenizer=str(own) if own.is_dir() else None,
+        expected_tokenizer=checkpoint.read_facts(step)["tokenizer"],
+    )
+    return shards, EvalReader(shards, micro_batch=1, max_sequences=sequences)
 
 
 def load_for_measuring(model: ModelConfig, step: Path, device: str) -> LanguageModel:

@@ -11,9 +11,9 @@ import torch
 
 from data_prep.heldout import EvalReader
 from launch.conversion import one_process, show_progress, write_recipe
-from launch.evaluate import load_for_measuring, measure
+from launch.evaluate import load_for_measuring, measure, open_heldout
 from launch.overrides import changed_model, split_shards
-from launch.run_directory import find_shards, find_tokenizer, model_of
+from launch.run_directory import find_tokenizer, model_of
 from launch.train import model_facts
 from megatron_ext import checkpoint
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
@@ -66,8 +66,7 @@ def prune(
     model = changed_model(model_of(home), changes)
     if model.attention.kind not in PRUNED_KINDS:
         raise ValueError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
-    shards = find_shards(home, named)
-    reader = EvalReader(shards, micro_batch=1, max_sequences=sequences)
+    shards, reader = open_heldout(step, model, named, sequences)
     with new_folder(out) as folder, one_process(device):
         language_model = load_for_measuring(model, step, device)
         found = _measure(language_model, model, reader, min_closed)
@@ -80,6 +79,7 @@ def prune(
         names = [name for name in weight_shapes(smaller) if name in weights]
         kept = ((name, weights[name]) for name in show_progress(names, "prune"))
         facts = {"model": model_facts(smaller), "source": str(step), "pruned": vars(found)}
+        facts["tokenizer"] = checkpoint.read_facts(step)["tokenizer"]
         checkpoint.save_weights(folder / "checkpoints" / "step_0", kept, facts)
     return found
 

@@ -27,8 +27,8 @@ from tests.launch.hugging_face_models import (
 from tests.numerics import assert_close
 
 WINDOW = 7
-CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a"), ("qwen2.5-untied", "l2a_shared"), ("llama", "l2a_shared"),
-         ("qwen2.5-untied", "context_free"), ("qwen3-wide-heads", "l2a_freesolo")]  # fmt: skip
+CASES = [("qwen2-tied", "l2a"), ("qwen3-wide-heads", "l2a"), ("qwen2.5-untied", "l2a_shared"),
+         ("llama", "context_free"), ("qwen3-narrow-heads-tied", "l2a_freesolo")]  # fmt: skip
 
 
 def case_name(case: tuple[str, str]) -> str:

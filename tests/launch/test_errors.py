@@ -13,6 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from data_prep.prep import prepare
+from launch.evaluate import evaluate
 from launch.metrics import MetricsWriter
 from launch.run_directory import find_tokenizer, read_metrics
 from launch.train import train
@@ -191,6 +192,11 @@ def test_shards_of_another_tokenizer(trained, shards, other_shards, tmp_path):
     with pytest.raises(ValueError, match="was tokenized with another tokenizer"):
         train(recipe(tmp_path / "mixed", shards, *more, both))
     assert files(trained) == before
+
+
+def test_measuring_on_shards_of_another_tokenizer(trained, other_shards):
+    with pytest.raises(ValueError, match="was tokenized with another tokenizer than the checkpoint"):
+        evaluate(trained, sequences=1, device="cpu", overrides=[f"data.shards={other_shards}"])
 
 
 def test_mixed_streams_and_a_url_train(shards, tmp_path):
