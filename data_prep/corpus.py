@@ -64,16 +64,26 @@ class LeftOut:
     """The documents that were read and not yielded."""
 
     counts: Counter[str] = field(default_factory=Counter)  # by reason
-    places: list[str] = field(default_factory=list)  # file, line and fault of the bad ones
+    places: list[str] = field(default_factory=list)  # file, line and fault of the bad and the empty ones
+
+    def empty(self, place: str) -> None:
+        """Count a document without text, which stops nothing."""
+        self.counts["empty"] += 1
+        self.places.append(f"{_one_line(place)}: is empty")
 
     def reject(self, place: str, bad: BadDocument, rules: Rules, count: int = 1) -> None:
         """Count a bad document, or stop."""
-        sentence = f"{place}: {bad}"
+        sentence = f"{_one_line(place)}: {bad}"
         if rules.bad_documents == "stop":
             field = "name another text_field or language_field in data.sources, " * (bad.reason == "no such field")
             raise ValueError(f"{sentence}; {field}repair it, or set data.bad_documents: skip") from bad
         self.counts[bad.reason] += count
         self.places.append(sentence)
+
+
+def _one_line(place: str) -> str:
+    """A path as one line that can be written, whatever bytes its names hold."""
+    return place.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
 @dataclass(frozen=True)
@@ -371,7 +381,7 @@ def read_block(block: Block, source: SourceConfig, rules: Rules, left_out: LeftO
         reason, sentence = block.problem
         place = block.files[0].path
         if reason == "empty":
-            left_out.counts["empty"] += 1
+            left_out.empty(place)
         else:
             place = f"{place}:{block.line}" if reason == "too large" else place
             left_out.reject(place, BadDocument(reason, sentence), rules)
@@ -383,8 +393,9 @@ def read_block(block: Block, source: SourceConfig, rules: Rules, left_out: LeftO
     else:
         rows = _table_rows(block, source, rules, left_out)
     for text, language, document in rows:
-        reason = _filtered(text, language, source)
-        if reason:
+        if not text.strip():
+            left_out.empty(document.file if document.line is None else f"{document.file}:{document.line}")
+        elif reason := _filtered(text, language, source):
             left_out.counts[reason] += 1
         else:
             yield document
@@ -392,8 +403,6 @@ def read_block(block: Block, source: SourceConfig, rules: Rules, left_out: LeftO
 
 def _filtered(text: str, language: Any, source: SourceConfig) -> str | None:
     """Why a sound document is left out."""
-    if not text.strip():
-        return "empty"
     if len(text) < source.min_chars:
         return "shorter than min_chars"
     if source.max_chars is not None and len(text) > source.max_chars:
@@ -438,7 +447,7 @@ def _json_lines(block: Block, source: SourceConfig, rules: Rules, left_out: Left
         lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
     for number, raw in enumerate(lines, start=block.line):
         if not raw.strip():
-            left_out.counts["empty"] += 1
+            left_out.empty(f"{path}:{number}")
             continue
         try:
             if len(raw) > rules.max_bytes:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from queue import Queue
@@ -112,13 +113,17 @@ def _serve(work: Callable[[Any], Any], end: Connection, ends_of_parent: list[Con
     tasks: Queue = Queue(maxsize=1)
 
     def work_on() -> None:
-        while True:
-            task = tasks.get()
-            try:
-                answer = (True, work(task))
-            except BaseException as error:
-                answer = (False, _portable(error))
-            end.send(answer)
+        try:
+            while True:
+                task = tasks.get()
+                try:
+                    answer = (True, work(task))
+                except BaseException as error:
+                    answer = (False, _portable(error))
+                end.send(answer)
+        except Exception:  # the answer cannot be sent: the parent hears of the end of the process
+            traceback.print_exc()
+            os._exit(1)
 
     # not in the main thread, whose memory comes out of the many small holes that the parent's has: slow to work in
     threading.Thread(target=work_on, daemon=True).start()

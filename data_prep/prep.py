@@ -2,7 +2,7 @@
 
     SHARDS/train/  SHARDS/heldout/   packed sequences (MDS)
     SHARDS/tokenizer/                the Hugging Face tokenizer that made them
-    SHARDS/left_out.txt              file and line of every document that could not be used, if there were any
+    SHARDS/left_out.txt              file and line of every document that is bad or empty, if there were any
     SHARDS/manifest.json             counts, hashes, settings and versions; written last
 
 Two passes, each over parts that any number of processes may do in any order and that a killed run leaves whole or

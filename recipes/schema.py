@@ -165,7 +165,7 @@ class DataConfig:
     streams: list[StreamConfig] = field(default_factory=list)
     # training sequences come from these instead of `shards`, which still holds the tokenizer and the held-out split
     cache: str | None = None  # local folder for shards that lie at a URL; None: <run_dir>/cache
-    cache_gib: float = 0.0  # size that the cache may reach per host; 0: no limit
+    cache_gib: float = 0.0  # size that the cached shards of each URL may reach per host; 0: no limit
     num_workers: int = 0  # loader processes per rank
     shuffle: bool = True
     canonical_nodes: int = 1  # fixes the sample order whatever the number of nodes

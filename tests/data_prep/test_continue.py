@@ -190,6 +190,8 @@ def test_worker_that_dies_is_an_error():
 
     with pytest.raises(OSError, match="a worker process was killed by signal 9"):
         list(run_tasks(work, range(8), 2))
+    with pytest.raises(OSError, match="a worker process ended with code 1"):
+        list(run_tasks(lambda task: work, [0], 1))  # a function in a function cannot be sent
 
 
 def test_error_of_a_worker_is_the_parents():

@@ -239,7 +239,7 @@ def test_jsonl_has_a_document_on_each_line(tmp_path):
     path.write_bytes("\r\n".join(lines).encode())  # no newline at the end
     documents, left_out = read(path, text_field="body")
     assert [(d.text, d.line) for d in documents] == [("first\nline", 1), ("zweite Ä 🙂", 3)]
-    assert left_out.counts == {"empty": 2}
+    assert left_out.counts == {"empty": 2} and left_out.places == [f"{path}:{n}: is empty" for n in (2, 4)]
 
 
 def test_byte_order_mark_is_no_text(tmp_path):
@@ -322,6 +322,17 @@ def test_files_without_anything(tmp_path):
         (tmp_path / name).write_bytes(b"")
     documents, left_out = read(tmp_path)
     assert documents == [] and left_out.counts == {"empty": 2}
+    assert left_out.places == [f"{tmp_path / name}: is empty" for name in ("a.jsonl", "b.txt")]
+
+
+def test_names_of_any_bytes_can_be_said(tmp_path):
+    """One line each, that a UTF-8 file takes."""
+    for name in (b"a\nb.txt", b"c\xff.txt"):
+        with open(os.fsencode(tmp_path) + b"/" + name, "wb") as file:
+            file.write(b"\xff")
+    _, left_out = read(tmp_path, "skip")
+    assert left_out.places == [f"{tmp_path}/{name}: is not UTF-8 at byte 0" for name in (r"a\nb.txt", r"c\udcff.txt")]
+    assert left_out.counts == {"invalid UTF-8": 2}
 
 
 def test_text_that_is_not_utf8(tmp_path):
