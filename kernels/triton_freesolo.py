@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.limits import CELL_SIZES, MAX_TOP_K
 from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, select
 from kernels.triton_readout import (
     NORM_ROWS,
@@ -32,7 +33,7 @@ from kernels.triton_readout import (
     scale_gradient,
     sum_slots,
 )
-from kernels.triton_tools import cdiv, dense_heads, fine_dtype, padded_dim, token_strides
+from kernels.triton_tools import cdiv, check_head_dim, dense_heads, fine_dtype, padded_dim, token_strides
 from kernels.triton_window import (
     _window_bwd_key_kernel,
     _window_bwd_query_kernel,
@@ -306,10 +307,11 @@ def _fake_choice(q: Tensor, BG: int, N: int, pairs: int, top_k: int) -> tuple[Te
 
 
 def _check_kernel_sizes(head_dim: int, cell_size: int, top_k: int) -> None:
-    if cell_size not in (16, 32, 64, 128):
+    check_head_dim(head_dim)
+    if cell_size not in CELL_SIZES:
         raise ValueError(f"the Triton kernels take cells of 16, 32, 64 or 128 tokens, got cell_size {cell_size}")
-    if head_dim > 256 or top_k > 64:
-        raise ValueError(f"the Triton kernels take head_dim up to 256 and top_k up to 64, got {head_dim} and {top_k}")
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"the Triton kernels take top_k up to {MAX_TOP_K}, got {top_k}")
 
 
 def _resolve(deterministic: bool | None) -> bool:

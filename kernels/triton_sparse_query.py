@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_rows import Rows, rows_backward, rows_forward
-from kernels.triton_tools import cdiv, dense_heads
+from kernels.triton_tools import cdiv, check_head_dim, dense_heads
 
 _CHUNK = 1024  # tokens listed by one program
 
@@ -112,7 +112,11 @@ def triton_rows_attention(
 
     Returns:
         out [B, N, H, D], zero where `active` is False; lse [B, N, H], fp32, defined for the other rows only.
+
+    Raises:
+        ValueError: heads wider than the kernels take.
     """
+    check_head_dim(q.shape[3])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return _rows_attention(

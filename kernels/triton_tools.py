@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from kernels.limits import MAX_HEAD_DIM
+
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)  # a logit that is not there; finite, so that a tile of them makes no NaN
@@ -38,6 +40,13 @@ def use_triton(operator: str, backend: str, *tensors: Tensor) -> bool:
         raise ValueError(f"{operator}: the Triton kernels take q, k and v all in bf16, fp16 or fp32, "
                          f"got {', '.join(str(t.dtype) for t in tensors)}")  # fmt: skip
     return True
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError for heads wider than the attention kernels take."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"the Triton kernels take a head dim of at most {MAX_HEAD_DIM}, got {head_dim}; "
+                         "backend='reference' has no such limit")  # fmt: skip
 
 
 def fine_dtype(dtype: torch.dtype) -> torch.dtype:

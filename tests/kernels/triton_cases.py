@@ -187,6 +187,22 @@ def test_sizes_that_the_kernels_refuse():
         select_cells(q, q, cell_size=8, query_block=16, backend="triton")
     with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
         select_cells(q.double(), q.double(), backend="triton")
+    with pytest.raises(ValueError, match="top_k up to 64, got 65"):
+        select_cells(q, q, top_k=65, backend="triton")
+    wide = torch.randn(1, 64, 1, 130)
+    cos, sin = rope_tables(torch.arange(64), 130, 10000.0)
+    cells = split_cells(wide, 16)
+    ranking = {"query_block": 16, "top_k": 2, "sigma": 4.0, "lam": 0.3, "retain": 2, "recent": 2}
+    for refused in (
+        lambda: sliding_window_attention(wide, wide, wide, window=9, backend="triton"),
+        lambda: sparse_query_attention(wide, wide, wide, None, backend="triton"),
+        lambda: sparse_query_rows(wide, torch.arange(64)[None], wide, wide, backend="triton"),
+        lambda: select_cells(wide, wide, backend="triton"),
+        lambda: read_cells(wide, cells, cells, None, **ranking, backend="triton"),
+        lambda: freesolo_attention(wide, wide, wide, torch.ones(1), torch.ones(130), cos, sin, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match="head dim of at most 128, got 130"):
+            refused()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
