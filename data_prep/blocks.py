@@ -1,9 +1,9 @@
 """Tokenized blocks on disk: what a preparation has done so far, whole or absent whenever it is killed.
 
-    KEY.bin     token ids | recall bits | switch bits | document lengths (uint32) | document hashes (2 x uint64)
+    KEY.bin     token ids | document lengths (uint32) | document hashes (2 x uint64)
     KEY.json    how much of each, and which part of which files it holds; written last
 
-A document's masks are computed on the whole document, and its hash on its text.
+A document's hash is that of its text.
 """
 
 import json
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-MASKS: tuple[str, ...] = ("recall", "switch")
 OPEN_FILES = 128  # kept open by a process that gathers documents
 IN_A_FOLDER = 1000
 
@@ -49,7 +48,6 @@ def write_block(
     facts: dict[str, Any],
     documents: Sequence[np.ndarray],
     hashes: Sequence[tuple[int, int]],
-    masks: Sequence[np.ndarray],
     dtype: np.dtype,
 ) -> dict[str, Any]:
     """Write one block; returns its facts with what was added to them.
@@ -57,15 +55,13 @@ def write_block(
     Args:
         documents: token ids of each.
         hashes: two 64-bit halves for each document.
-        masks: recall and switch of all documents one behind the other, bool; or none.
         dtype: of the token ids.
     """
     tokens = np.concatenate([np.zeros(0, dtype), *documents])
-    bits = [np.packbits(mask).tobytes() for mask in masks]
     lengths = np.array([len(document) for document in documents], dtype=np.uint32)
     table = np.array(hashes, dtype=np.uint64).reshape(-1, 2)
-    write_file(block_path(folder, key, ".bin"), tokens.tobytes(), *bits, lengths.tobytes(), table.tobytes())
-    facts = facts | {"documents": len(documents), "tokens": len(tokens), "masks": len(masks)}
+    write_file(block_path(folder, key, ".bin"), tokens.tobytes(), lengths.tobytes(), table.tobytes())
+    facts = facts | {"documents": len(documents), "tokens": len(tokens)}
     write_file(block_path(folder, key, ".json"), json.dumps(facts, ensure_ascii=False).encode(), sync=False)
     return facts
 
@@ -85,27 +81,21 @@ class Corpus:
     folder: Path
     dtype: np.dtype
     keys: list[str]  # of the blocks
-    block_tokens: list[int]
     lengths: np.ndarray  # uint32 [D], tokens
     blocks: np.ndarray  # uint32 [D], index of the block
     starts: np.ndarray  # uint32 [D], first token in the block
     hashes: np.ndarray  # uint64 [D, 2]
     sources: np.ndarray  # uint16 [D], index of the source
 
-    def read(self, document: int, start: int, count: int, masks: int) -> list[np.ndarray]:
-        """Token ids [count] from token `start` of a document on, and as many masks, bool [count]."""
+    def read(self, document: int, start: int, count: int) -> np.ndarray:
+        """Token ids [count] from token `start` of a document on."""
         block = int(self.blocks[document])
         file = _descriptor(self.folder, self.keys[block]).number
-        size, total = self.dtype.itemsize, self.block_tokens[block]
-        first = int(self.starts[document]) + start
-        parts = [np.frombuffer(os.pread(file, count * size, first * size), dtype=self.dtype)]
-        for number in range(masks):
-            at = total * size + number * -(-total // 8)
-            bits = np.frombuffer(os.pread(file, (first + count - 1) // 8 - first // 8 + 1, at + first // 8), np.uint8)
-            parts.append(np.unpackbits(bits)[first % 8 : first % 8 + count].astype(bool))
-        if any(len(part) != count for part in parts):
+        size, first = self.dtype.itemsize, int(self.starts[document]) + start
+        tokens = np.frombuffer(os.pread(file, count * size, first * size), dtype=self.dtype)
+        if len(tokens) != count:
             raise OSError(f"{self.keys[block]}.bin in {self.folder} is cut off; remove the folder and prepare again")
-        return parts
+        return tokens
 
 
 @lru_cache(maxsize=OPEN_FILES)
@@ -132,10 +122,9 @@ def load_corpus(folder: Path, facts: dict[str, dict[str, Any]], dtype: np.dtype)
     keys = sorted(facts)
     lengths, hashes, starts = [np.zeros(0, np.uint32)], [np.zeros((0, 2), np.uint64)], [np.zeros(0, np.uint32)]
     for key in keys:
-        count, tokens = facts[key]["documents"], facts[key]["tokens"]
-        at = tokens * dtype.itemsize + facts[key]["masks"] * -(-tokens // 8)
+        count = facts[key]["documents"]
         with open(block_path(folder, key, ".bin"), "rb") as file:
-            file.seek(at)
+            file.seek(facts[key]["tokens"] * dtype.itemsize)
             lengths.append(np.frombuffer(file.read(4 * count), dtype=np.uint32))
             hashes.append(np.frombuffer(file.read(16 * count), dtype=np.uint64).reshape(-1, 2))
         starts.append((np.cumsum(lengths[-1], dtype=np.int64) - lengths[-1]).astype(np.uint32))
@@ -144,7 +133,6 @@ def load_corpus(folder: Path, facts: dict[str, dict[str, Any]], dtype: np.dtype)
         folder,
         dtype,
         keys,
-        [facts[key]["tokens"] for key in keys],
         np.concatenate(lengths),
         np.repeat(np.arange(len(keys), dtype=np.uint32), counts),
         np.concatenate(starts),

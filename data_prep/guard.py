@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fingerprint import file_hash, tokenizer_files_hash, tokenizer_hash
+from data_prep.recall import MASKS_OF
 
 WAY_OUT = "restore the file from a copy, or remove the folder and run `longpitch prep` again"
 
@@ -54,12 +55,20 @@ def check_split(folder: str | Path, *, verify_hashes: bool = False, has_shards: 
 
 
 def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:
-    """Refuse weights for masks that the split does not hold."""
+    """Refuse weights for masks that the split does not hold, or that speak of what a sequence does not hold."""
     for name, beta in (("recall", recall_beta), ("switch", switch_beta)):
         if beta and name not in split.columns:
             raise ValueError(
                 f"train.{name}_beta is {beta} but {split.folder} has no {name} masks; set it to 0, or prepare the"
                 " shards with data.recall_masks: true"
+            )
+    if (recall_beta or switch_beta) and (split.folder.parent / "manifest.json").is_file():
+        made_of = read_manifest(split.folder.parent).get("settings", {}).get("recall_masks")
+        if made_of != MASKS_OF:
+            raise ValueError(
+                f"the recall masks of {split.folder.parent} mark copies from outside their sequence too (its manifest"
+                f" states recall_masks: {made_of}, not {MASKS_OF}); prepare the shards anew, or set train.recall_beta"
+                " and switch_beta to 0"
             )
 
 

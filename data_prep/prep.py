@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from data_prep.blocks import MASKS, Corpus, load_corpus, read_facts, write_block, write_file
+from data_prep.blocks import Corpus, load_corpus, read_facts, write_block, write_file
 from data_prep.corpus import Block, Document, LeftOut, Rules, cut, files_hash, read_block
 from data_prep.files import SourceFile, find_files
 from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_files_hash, tokenizer_hash
@@ -36,7 +36,7 @@ from data_prep.folder_lock import lock_folder
 from data_prep.guard import read_manifest
 from data_prep.mixture import Choice, choose, heldout_border
 from data_prep.pool import num_cores, run_tasks
-from data_prep.recall import recall_masks
+from data_prep.recall import MASKS, MASKS_OF
 from data_prep.shards import (
     LARGEST_SHARD_MIB,
     SplitPlan,
@@ -176,6 +176,7 @@ def _settings(data: DataConfig, seq_length: int) -> dict[str, Any]:
     else:
         settings["tokenizer_files_hash"] = tokenizer_files_hash(data.tokenizer)
     settings |= {key: getattr(data, key) for key in SETTINGS}
+    settings["recall_masks"] = MASKS_OF if data.recall_masks else False
     return settings | {"mixture": [asdict(part) for part in data.mixture]}
 
 
@@ -397,13 +398,9 @@ class _Preparation:
             documents += encoder.encode([document.text for document in batch])
             hashes += [_hash(document.text, self.data.split_seed) for document in batch]
             text_bytes += sum(document.size for document in batch)
-        masks = []
-        if self.masks:
-            pairs = [recall_masks(document) for document in documents] or [(np.zeros(0, bool),) * self.masks]
-            masks = [np.concatenate(one) for one in zip(*pairs, strict=True)]
         more = {"text_bytes": text_bytes, "left_out": dict(left_out.counts), "places": left_out.places}
         facts = block.facts() | more
-        return write_block(self.blocks, block.key, facts, documents, hashes, masks, encoder.dtype)
+        return write_block(self.blocks, block.key, facts, documents, hashes, encoder.dtype)
 
     # shards
 

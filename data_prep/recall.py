@@ -1,12 +1,16 @@
-"""Mark the tokens that a model can only predict by recalling something far back in the same document.
+"""Mark the tokens that a model can only predict by recalling something far back in what it sees of a document.
 
 The masks weigh the retrieval-weighted loss: `recall` marks copies from far back, `switch` the places where a copy
-jumps to another source. Letters: T tokens, `x` the document, `i` and `e` the first positions of a later and an
-earlier occurrence of a span of 4 tokens.
+jumps to another source. They belong to a piece, which is what one sequence holds of a document: a source in an earlier
+sequence cannot be copied, and an occurrence there does not make a later one ambiguous.
+Letters: T tokens, `x` the piece, `i` and `e` the first positions of a later and an earlier occurrence of a span of 4
+tokens.
 """
 
 import numpy as np
 
+MASKS: tuple[str, ...] = ("recall", "switch")  # in the order in which they are stored
+MASKS_OF = "pieces"  # what a manifest states of masks that are made piece by piece
 SPAN = 4  # tokens that must match
 SWITCH_REACH = 64  # positions between two starts, and distance between their sources
 
@@ -39,10 +43,10 @@ def _unique_earlier_match(x: np.ndarray, gap: int) -> np.ndarray:
 
 
 def recall_masks(tokens: np.ndarray, *, gap: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """The recall and switch masks of one document; position t speaks of the label tokens[t + 1].
+    """The recall and switch masks of one piece of a document; position t speaks of the label tokens[t + 1].
 
     Args:
-        tokens: token ids [T] of one whole document.
+        tokens: token ids [T] of all that one sequence holds of the document.
         gap: an earlier occurrence counts when it is more than this many tokens back.
 
     Returns:
@@ -51,7 +55,7 @@ def recall_masks(tokens: np.ndarray, *, gap: int = 512) -> tuple[np.ndarray, np.
     x = np.asarray(tokens)
     num_tokens = len(x)
     recall, switch = np.zeros(num_tokens, dtype=bool), np.zeros(num_tokens, dtype=bool)
-    if num_tokens <= SPAN:
+    if num_tokens <= max(gap, 0) + SPAN:  # no span has another one so far before it
         return recall, switch
     match = _unique_earlier_match(x, gap)
 

@@ -1,7 +1,8 @@
 """Write packed sequences as MDS shards, one at a time and always the same, and count what a manifest states of them.
 
 Columns: `tokens` (uint16 or uint32, seq_length of them), `doc_lengths` (uint32, one for each piece in the sequence) and
-with masks also `recall` and `switch` (a bit for each token, the first in the highest bit of a byte).
+with masks also `recall` and `switch` (a bit for each token, the first in the highest bit of a byte), made of each piece
+by itself: what the model cannot see cannot be recalled.
 """
 
 import json
@@ -14,9 +15,10 @@ import numpy as np
 import xxhash
 from streaming import MDSWriter
 
-from data_prep.blocks import MASKS, Corpus, write_file
+from data_prep.blocks import Corpus, write_file
 from data_prep.fingerprint import file_hash
 from data_prep.pack import Plan, pack
+from data_prep.recall import MASKS, recall_masks
 
 LARGEST_SHARD_MIB = 4095  # offsets within a shard are 32-bit
 SHARD_HEAD, SAMPLE_HEAD = 1024, 24  # bytes at most besides the columns: description; offset, sizes, shape
@@ -121,10 +123,9 @@ def gather(split: SplitPlan, sequence: int, corpus: Corpus, pad_id: int, masks: 
     at = 0
     for piece in pieces:
         document, count = int(split.documents[plan.documents[piece]]), int(plan.lengths[piece])
-        parts = corpus.read(document, int(plan.starts[piece]), count, masks)
-        tokens[at : at + count] = parts[0]
-        for mark, part in zip(marks, parts[1:], strict=True):
-            mark[at : at + count] = part
+        tokens[at : at + count] = corpus.read(document, int(plan.starts[piece]), count)
+        if masks:
+            marks[:, at : at + count] = recall_masks(tokens[at : at + count])
         at += count
     sample = {"tokens": tokens, "doc_lengths": plan.lengths[pieces.start : pieces.stop].astype(np.uint32)}
     return sample | {name: np.packbits(mark) for name, mark in zip(MASKS, marks, strict=False)}

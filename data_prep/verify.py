@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.blocks import MASKS
 from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_hash
 from data_prep.guard import WAY_OUT, DataError, read_index, read_manifest
 from data_prep.pool import num_cores, run_tasks
+from data_prep.recall import MASKS
 from data_prep.shards import entropy_nats, label_tokens
 
 MOST_SAID = 20  # faults that are listed; the rest is counted

@@ -158,7 +158,8 @@ class DataConfig:
     packing: str = "concat"  # concat | best_fit | long_first
     mixture: list[MixtureConfig] = field(default_factory=list)  # a document belongs to the first part that it fits
     max_tokens: int | None = None  # of the training split; None: as many as there are (and the mixture allows)
-    recall_masks: bool = False  # True: store the bit masks of the retrieval-weighted loss
+    recall_masks: bool = False
+    # True: store the bit masks of the retrieval-weighted loss, made of what each sequence holds of a document
     shard_mib: int = 64  # size of one shard
     prep_workers: int = 0  # processes of prep; 0: one for each core
     # training

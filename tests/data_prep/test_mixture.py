@@ -19,7 +19,7 @@ def corpus(lengths, sources, seed=0, hashes=None) -> Corpus:
         hashes = np.random.default_rng(seed).integers(0, 1 << 64, (count, 2), dtype=np.uint64)
     zeros = np.zeros(count, np.uint32)
     columns = (np.array(lengths, np.uint32), zeros, zeros, hashes, np.array(sources, np.uint16))
-    return Corpus(None, np.dtype(np.uint16), [], [], *columns)
+    return Corpus(None, np.dtype(np.uint16), [], *columns)
 
 
 def mix(documents, *parts, max_tokens=None, heldout=0.0, longest_first=False, deduplicate=True):

@@ -20,7 +20,6 @@ from data_prep.fingerprint import file_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import check_manifest, check_split
 from data_prep.prep import _hash, prepare
-from data_prep.recall import recall_masks
 from data_prep.tokenizer import train_tokenizer
 from launch.cli import app
 from recipes.schema import DataConfig, MixtureConfig, SourceConfig
@@ -115,19 +114,6 @@ def test_unigram_entropy_is_that_of_the_heldout_labels(prepared):
     want = -sum(n / total * math.log(n / total) for n in labels.values())
     assert result.manifest["heldout_unigram_entropy"] == pytest.approx(want, rel=1e-12)
     assert result.manifest["splits"]["heldout"]["labels"] == total
-
-
-def test_masks_are_those_of_whole_documents(prepared):
-    _, result, _ = prepared
-    folder = result.folder / "train"
-    want = [recall_masks(np.array(d)) for d in documents_of(folder, result.manifest["eos_id"])]
-    dataset = LocalDataset(str(folder))
-    for column, name in enumerate(("recall", "switch")):
-        stored = []
-        for i in range(len(dataset)):
-            stored += np.unpackbits(dataset[i][name], count=SEQ_LENGTH)[: int(dataset[i]["doc_lengths"].sum())].tolist()
-        assert stored == np.concatenate([marks[column] for marks in want]).tolist()
-        assert column or any(stored)
 
 
 def test_second_run_does_nothing(prepared):
