@@ -80,7 +80,7 @@ def shards(corpus, name, packing, workers=1):
 def test_masks_are_those_of_what_one_sequence_holds(corpus, packing):
     folder = shards(corpus, packing, packing)
     dataset = LocalDataset(str(folder / "train"))
-    total = {name: 0 for name in MASKS}
+    total = dict.fromkeys(MASKS, 0)
     for sample in (dataset[i] for i in range(len(dataset))):
         want: dict[str, set[int]] = {name: set() for name in MASKS}
         first = 0
