@@ -115,59 +115,6 @@ def offered_cells(priority: Tensor, index: Tensor, *, retain: int, recent: int) 
     return columns.masked_fill(columns == N, -1)
 
 
-@torch.no_grad()
-def retained_fraction(
-    priority: Tensor,
-    index: Tensor,
-    *,
-    num_queries: int,
-    query_start: int = 0,
-    cell_size: int,
-    query_block: int,
-    retain: int | None,
-    recent: int,
-) -> Tensor:
-    """Share of the available cells that FS-L's pool keeps, the mean over query blocks, kv heads and batch.
-
-    Blocks without an available cell do not count. How many cells are available follows from the block's position, not
-    from the table, which may lack cells that no pool can hold any more.
-
-    Args:
-        priority, index: the table, as for `offered_cells`.
-        num_queries, query_start: the queries' global positions.
-        cell_size, query_block: s and Bq.
-        retain, recent: P and W; retain=None is FS.
-
-    Returns:
-        float64 scalar; 1 for FS and where nothing is available.
-    """
-    first = max(query_start, -(-cell_size // query_block) * query_block)
-    starts = torch.arange(first, max(first, query_start + num_queries), query_block, device=priority.device)
-    if retain is None or starts.numel() == 0:
-        return torch.ones((), dtype=torch.float64, device=priority.device)
-    step = max(1, _MAX_PRODUCTS // max(1, recent * index.numel()))  # blocks compared at once
-    kept = [_kept(priority, index, some, cell_size, retain, recent) for some in starts.split(step)]
-    return (torch.cat(kept, dim=-1) / (starts // cell_size)).mean()
-
-
-def _kept(priority: Tensor, index: Tensor, starts: Tensor, cell_size: int, retain: int, recent: int) -> Tensor:
-    """How many cells of the table the pool holds at each block start [n]: float64 [B, G, n]."""
-    N = index.shape[-1]
-    ended = starts[:, None] // cell_size
-    available = (index[:, :, None] >= 0) & (index[:, :, None] < ended)  # [B, G, n, N]
-    count = available.sum(dim=-1, keepdim=True)
-    # the recent ones; a cell of them that `retain` available cells outdo is held for being recent alone
-    from_last = available.flip(-1).cumsum(dim=-1).flip(-1).masked_fill(~available, N + 1)
-    columns = from_last.argsort(dim=-1, stable=True)[..., : min(recent, N)]  # [B, G, n, W]
-    real = available.gather(-1, columns)
-    own = priority[:, :, None].expand(*available.shape).gather(-1, columns)[..., None]
-    other = priority[:, :, None, None]
-    earlier = torch.arange(N, device=index.device) < columns[..., None]
-    better = ((other > own) | ((other == own) & earlier)) & available[:, :, :, None]
-    extra = (real & (better.sum(dim=-1) >= retain)).sum(dim=-1)
-    return (count[..., 0].clamp(max=retain) + extra).double()
-
-
 # Selection
 
 
@@ -290,6 +237,14 @@ def _best(scores: Tensor, available: Tensor, top_k: int) -> Tensor:
 # Readout
 
 
+class Readout(NamedTuple):
+    """What the queries read of their cells."""
+
+    u: Tensor  # [B, T, H, D] in the dtype of the queries
+    # [B, G, query blocks] fp32 or fp64: share of the available cells that FS-L's pool holds, 1 where none is available
+    retained: Tensor | None
+
+
 def read_cells(
     q: Tensor,
     k_cells: Tensor,
@@ -305,7 +260,7 @@ def read_cells(
     recent: int,
     backend: str = "auto",
     deterministic: bool | None = None,
-) -> Tensor:
+) -> Readout:
     """u_i: one softmax over all tokens of the cells that query i chooses, without rotation or positional term.
 
     A query in block b = query_block * (i // query_block) may choose cells that end at or before b, by
@@ -328,7 +283,7 @@ def read_cells(
             The reference always is; Triton pays for a sort.
 
     Returns:
-        u [B, T, H, D] in the dtype of `q`, exactly 0 (with gradient exactly 0) where nothing is chosen.
+        u, exactly 0 (with gradient exactly 0) where nothing is chosen, and what the pools hold; see `Readout`.
 
     Raises:
         ValueError: shapes that do not fit, or numbers outside the ranges above.
@@ -340,7 +295,9 @@ def read_cells(
         _check_table(q, k_cells, cell_index)
         check_ranking(q, k_cells.shape[3], query_start, query_block, **ranking)
         place = {"query_start": query_start, "query_block": query_block}
-        return triton_read_cells(q, k_cells, v_cells, cell_index, **place, **ranking, deterministic=deterministic)
+        return Readout(
+            *triton_read_cells(q, k_cells, v_cells, cell_index, **place, **ranking, deterministic=deterministic)
+        )
     cell_index = number_cells(k_cells) if cell_index is None else cell_index
     blocks = _select(q, k_cells, cell_index, query_start, query_block, **ranking)
     # a masked token still enters the softmax, with weight 0: padding that holds NaN must not come through
@@ -348,7 +305,16 @@ def read_cells(
     k_cells, v_cells = k_cells.masked_fill(padding, 0), v_cells.masked_fill(padding, 0)
     queries = group_heads(q, k_cells.shape[1]).split(query_block, dim=3)
     out = [recompute(_read, part, k_cells, v_cells, *block) for part, block in zip(queries, blocks, strict=True)]
-    return ungroup_heads(torch.cat(out, dim=3)).to(q.dtype)
+    u = ungroup_heads(torch.cat(out, dim=3)).to(q.dtype)
+    return Readout(u, None if retain is None else _retained(blocks, query_start, query_block, k_cells.shape[3]))
+
+
+def _retained(blocks: list[_Block], query_start: int, query_block: int, cell_size: int) -> Tensor:
+    """`Readout.retained`: how many cells are available follows from a block's place, whatever the table lacks."""
+    held = torch.stack([(block.columns >= 0).sum(dim=-1) for block in blocks], dim=-1)
+    starts = torch.arange(query_start, query_start + len(blocks) * query_block, query_block, device=held.device)
+    available = starts // cell_size
+    return (held / available.double()).masked_fill(available == 0, 1)
 
 
 def _read(q: Tensor, k_cells: Tensor, v_cells: Tensor, columns: Tensor, picks: Tensor) -> Tensor:

@@ -66,6 +66,19 @@ def freesolo_attention(
     Raises:
         ValueError: shapes that do not fit, an odd head dim, numbers out of range, an unknown or unavailable backend.
     """
+    return measured_freesolo_attention(
+        q, k, v, alpha, gain, rope_cos, rope_sin, window=window, cell_size=cell_size, query_block=query_block,
+        top_k=top_k, sigma=sigma, lam=lam, retain=retain, recent=recent, eps=eps, backend=backend,
+        deterministic=deterministic,
+    )[0]  # fmt: skip
+
+
+def measured_freesolo_attention(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, rope_cos: Tensor, rope_sin: Tensor, *,
+    window: int, cell_size: int, query_block: int, top_k: int, sigma: float | Tensor, lam: float | Tensor,
+    retain: int | None, recent: int, eps: float, backend: str = "auto", deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`freesolo_attention`, and which share of the cells its pools hold (`Readout.retained`; None for FS)."""
     on_gpu = use_triton("freesolo_attention", backend, q, k, v)
     _check_tokens(q, k, v)
     ranking = {"top_k": top_k, "sigma": sigma, "lam": lam, "retain": retain, "recent": recent}
@@ -82,15 +95,15 @@ def freesolo_attention(
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, rope_cos: Tensor, rope_sin: Tensor, window: int,
     cell_size: int, query_block: int, eps: float, ranking: dict,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The definition: both branches and their sum, in fp32 or more."""
     out_dtype = q.dtype
     q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     q_rotated, k_rotated = (apply_rope(x, rope_cos, rope_sin, backend="reference") for x in (q, k))
     local = sliding_window_attention(q_rotated, k_rotated, v, window=window, backend="reference")
     k_cells, v_cells = split_cells(k, cell_size), split_cells(v, cell_size)
-    u = read_cells(q, k_cells, v_cells, None, query_block=query_block, **ranking, backend="reference")
-    return combine(local, u, alpha, gain, eps=eps).to(out_dtype)
+    u, retained = read_cells(q, k_cells, v_cells, None, query_block=query_block, **ranking, backend="reference")
+    return combine(local, u, alpha, gain, eps=eps).to(out_dtype), retained
 
 
 def select_cells(

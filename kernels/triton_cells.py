@@ -139,10 +139,13 @@ def _leave_kernel(
 
 @triton.jit
 def _pool_kernel(
-    index_ptr, leave_ptr, pool_ptr, N, blocks, query_start, QUERY_BLOCK: tl.constexpr, S: tl.constexpr,
+    index_ptr, leave_ptr, pool_ptr, retained_ptr, N, blocks, query_start, QUERY_BLOCK: tl.constexpr, S: tl.constexpr,
     C: tl.constexpr, CP: tl.constexpr, HAS_INDEX: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the table that the pool holds at each query block [BG, blocks, C], ascending, -1 padded."""
+    """Columns of the table that the pool holds at each query block [BG, blocks, C], ascending, -1 padded.
+
+    `retained` [BG, blocks] gets the share of the available cells that they are, 1 where there is none.
+    """
     pid = tl.program_id(0)
     base = (pid // blocks).to(tl.int64) * N
     ended = (query_start + pid % blocks * QUERY_BLOCK) // S  # cells that end at or before the block
@@ -163,6 +166,7 @@ def _pool_kernel(
         held += tl.sum(keep.to(tl.int32), 0)
     slot = tl.arange(0, CP)
     tl.store(pool + slot, tl.full([CP], -1, tl.int32), mask=(slot >= held) & (slot < C))
+    tl.store(retained_ptr + pid, tl.where(ended > 0, held.to(tl.float32) / tl.maximum(ended, 1).to(tl.float32), 1.0))
 
 
 @triton.jit
@@ -444,14 +448,18 @@ def select(
     q: Tensor, mean: Tensor, priority: Tensor, index: Tensor | None, G: int, sigma: Tensor, lam: Tensor, *,
     query_start: int, query_block: int, cell_size: int, top_k: int, retain: int | None, recent: int,
     pairs: bool = True, deterministic: bool = False,
-) -> Choice:  # fmt: skip
-    """Choose the cells of each query and order the pairs by cell.
+) -> tuple[Choice, Tensor]:  # fmt: skip
+    """Choose the cells of each query and order the pairs by cell; and what share of the cells the pools hold.
 
     Args:
         q: [B, T, H, D], dense heads. mean, priority: summaries of the table. index: int32 [BG, N]; None is 0 .. N-1.
         sigma, lam: fp32 [H].
         pairs: order the pairs too.
         deterministic: the same order in every run, at the price of a sort.
+
+    Returns:
+        The choice, and fp32 `retained_shape`: the share of the available cells that each query block's pool holds, 1
+        where none is available. Without a pool it is empty.
     """
     B, T, H, D = q.shape
     BG, N = priority.shape
@@ -460,9 +468,12 @@ def select(
     has_index = index is not None
     some = priority if index is None else index
     C, pool, pooled = 1, some, retain is not None and N > 0
+    retained = torch.empty(retained_shape(BG, T, query_block, retain), dtype=torch.float32, device=device)
     if pooled:
         C = retain + recent
-        pool = _pools(priority, index, blocks, query_start, query_block, cell_size, retain, recent)
+        pool = _pools(priority, index, retained, query_start, query_block, cell_size, retain, recent)
+    else:
+        retained.fill_(1)
     picks = torch.empty(B, T, H, K, dtype=torch.int32, device=device)
     rank = torch.empty_like(picks) if pairs else picks
     lists = torch.empty(BG, 3, N + 1, dtype=torch.int32, device=device)
@@ -475,16 +486,24 @@ def select(
         PARTS=mean.shape[0], POOL=pooled, HAS_INDEX=has_index, COUNTERS=COUNTERS if pairs else 0, **config,
     )  # fmt: skip
     if not pairs:
-        return Choice(picks, picks, lists)
-    return _order(picks, rank, counts, lists, G, query_block, deterministic)
+        return Choice(picks, picks, lists), retained
+    return _order(picks, rank, counts, lists, G, query_block, deterministic), retained
+
+
+def retained_shape(BG: int, T: int, query_block: int, retain: int | None) -> tuple[int, ...]:
+    """[BG, query blocks], or [0] where every cell is ranked."""
+    return (0,) if retain is None else (BG, cdiv(T, query_block))
 
 
 def _pools(
-    priority: Tensor, index: Tensor | None, blocks: int, query_start: int, query_block: int, cell_size: int,
+    priority: Tensor, index: Tensor | None, retained: Tensor, query_start: int, query_block: int, cell_size: int,
     retain: int, recent: int,
 ) -> Tensor:  # fmt: skip
-    """Columns that the pool holds at each query block: int32 [BG, blocks, retain + recent], ascending, -1 padded."""
-    (BG, N), C = priority.shape, retain + recent
+    """Columns that the pool holds at each query block: int32 [BG, blocks, retain + recent], ascending, -1 padded.
+
+    Fills `retained` [BG, blocks].
+    """
+    (BG, N), blocks, C = priority.shape, retained.shape[1], retain + recent
     some = priority if index is None else index
     leave = torch.empty(BG, N, dtype=torch.int32, device=priority.device)
     _leave_kernel[(cdiv(N, 8) * BG,)](
@@ -492,7 +511,7 @@ def _pools(
     )
     pool = torch.empty(BG, blocks, C, dtype=torch.int32, device=priority.device)
     _pool_kernel[(blocks * BG,)](
-        some, leave, pool, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
+        some, leave, pool, retained, N, blocks, query_start, QUERY_BLOCK=query_block, S=cell_size, C=C,
         CP=next_power_of_2(C), HAS_INDEX=index is not None, BJ=512, num_warps=4,
     )  # fmt: skip
     return pool

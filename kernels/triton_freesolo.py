@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.limits import CELL_SIZES, MAX_TOP_K
-from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, select
+from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, retained_shape, select
 from kernels.triton_readout import (
     NORM_ROWS,
     empty_gradient,
@@ -63,10 +63,11 @@ class _Sizes(NamedTuple):
 def _freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, sigma: Tensor, lam: Tensor,
     eps: float, sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, T, H, D], and for the backward pass what rounding left of it, lse [B, T, H] and a `Choice`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out [B, T, H, D], what `select` says of the pools, and for the backward pass the rest: what rounding left of
+    out, lse [B, T, H] and a `Choice`.
 
-    The rest is int8 [B, T, H, D], empty unless `keep` of the `_Sizes` and the dtype has 16 bits.
+    What rounding left is int8 [B, T, H, D], empty unless `keep` of the `_Sizes` and the dtype has 16 bits.
     """
     window, cell_size, query_block, top_k, retain, recent, deterministic, keep = _Sizes(*sizes)
     q, k, v = (dense_heads(x) for x in (q, k, v))
@@ -79,7 +80,7 @@ def _freesolo(
     once = len(chunks) == 1  # then one pass over q and k serves both
     prepare(q, k, strides, T, N, G, cell_size, summaries=summaries, heads=range(BG),
             **({"rope": (cos, sin), "rotated": rotated} if once else {}))  # fmt: skip
-    choice = select(
+    choice, retained = select(
         q, *summaries, None, G, sigma, lam, query_start=0, query_block=query_block, cell_size=cell_size,
         top_k=top_k, retain=None if retain < 0 else retain, recent=recent, deterministic=bool(deterministic),
     )  # fmt: skip
@@ -99,17 +100,18 @@ def _freesolo(
             R=R, D=D, DP=DP, K=top_k, HAS_WINDOW=True, HAS_FIRST=False, HAS_READ=True,
             KEEP_REST=rest.numel() > 0, **config,
         )  # fmt: skip
-    return out, rest, lse, *choice
+    return out, retained, rest, lse, *choice
 
 
 @_freesolo.register_fake
 def _(q, k, v, alpha, gain, cos, sin, sigma, lam, eps, sizes):
     B, T, H, D = q.shape
-    G, top_k = k.shape[2], _Sizes(*sizes).top_k
-    N = T // _Sizes(*sizes).cell_size
+    G, (_, cell_size, query_block, top_k, retain, _, _, keep) = k.shape[2], _Sizes(*sizes)
+    N, pool = T // cell_size, None if retain < 0 else retain
     return (
         q.new_empty(q.shape),
-        q.new_empty(_rest_shape(q, _Sizes(*sizes).keep), dtype=torch.int8),
+        q.new_empty(retained_shape(B * G, T, query_block, pool), dtype=torch.float32),
+        q.new_empty(_rest_shape(q, keep), dtype=torch.int8),
         q.new_empty((B, T, H), dtype=torch.float32),
         *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k),
     )
@@ -169,7 +171,8 @@ def _keep_freesolo(ctx, inputs, output):
     *tensors, _sigma, _lam, ctx.eps, sizes = inputs
     ctx.window, ctx.cell_size, *_ = sizes
     ctx.set_materialize_grads(False)  # else zeros as large as every output that takes no gradient
-    ctx.save_for_backward(*tensors, *output)
+    out, _retained, *kept = output
+    ctx.save_for_backward(*tensors, out, *kept)
 
 
 def _freesolo_grads(ctx, d_out, *_):
@@ -187,12 +190,12 @@ _freesolo.register_autograd(_freesolo_grads, setup_context=_keep_freesolo)
 def _read_cells(
     q: Tensor, k_cells: Tensor, v_cells: Tensor, index: Tensor | None, sigma: Tensor, lam: Tensor,
     query_start: int, query_block: int, top_k: int, retain: int | None, recent: int, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """u [B, T, H, D], and for the backward pass its log-sum-exp and a `Choice`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """u [B, T, H, D], what `select` says of the pools, and for the backward pass u's log-sum-exp and a `Choice`."""
     q, k_cells, v_cells = (dense_heads(x) for x in (q, k_cells, v_cells))
     (B, T, H, D), (_, G, _, cell_size, _) = q.shape, k_cells.shape
-    choice = _choose(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, True,
-                     deterministic)  # fmt: skip
+    choice, retained = _choose(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, True,
+                               deterministic)  # fmt: skip
     u = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
     chunks = head_chunks(B * G, T * D * q.element_size() * (H // G) * top_k)
@@ -201,14 +204,16 @@ def _read_cells(
         read_forward(q, k_cells, v_cells, k_cells.stride()[:4], v_cells.stride()[:4], choice, parts, G, cell_size,
                      heads)  # fmt: skip
         merge_parts(parts, choice.picks, u, lse, G, heads)
-    return u, lse, *choice
+    return u, retained, lse, *choice
 
 
 @_read_cells.register_fake
 def _(q, k_cells, v_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, deterministic):
     (B, T, H, _), (_, G, N, _, _) = q.shape, k_cells.shape
-    lse = q.new_empty((B, T, H), dtype=torch.float32)
-    return q.new_empty(q.shape), lse, *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k)
+    retained, lse = (
+        q.new_empty(shape, dtype=torch.float32) for shape in (retained_shape(B * G, T, query_block, retain), (B, T, H))
+    )
+    return q.new_empty(q.shape), retained, lse, *_fake_choice(q, B * G, N, T * (H // G) * top_k, top_k)
 
 
 @torch.library.custom_op("longpitch::read_cells_backward", mutates_args=())
@@ -242,7 +247,8 @@ def _(du, q, k_cells, v_cells, index, u, lse, picks, order, lists):
 
 def _keep_read(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output)
+    u, _retained, *kept = output
+    ctx.save_for_backward(*inputs[:4], u, *kept)
 
 
 def _read_grads(ctx, du, *_):
@@ -259,7 +265,8 @@ def _choose_cells(
 ) -> Tensor:  # fmt: skip
     """Columns of the table, int32 [B, T, H, K]."""
     q, k_cells = dense_heads(q), dense_heads(k_cells)
-    return _choose(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, False, False).picks
+    choice, _ = _choose(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, False, False)
+    return choice.picks
 
 
 @_choose_cells.register_fake
@@ -270,7 +277,7 @@ def _(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, re
 def _choose(
     q: Tensor, k_cells: Tensor, index: Tensor | None, sigma: Tensor, lam: Tensor, query_start: int, query_block: int,
     top_k: int, retain: int | None, recent: int, pairs: bool, deterministic: bool,
-) -> Choice:  # fmt: skip
+) -> tuple[Choice, Tensor]:  # fmt: skip
     B, G, N, cell_size, _ = k_cells.shape
     summaries = empty_summaries(k_cells, B * G, N)
     if N > 0:
@@ -329,31 +336,33 @@ def triton_freesolo(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, gain: Tensor, rope_cos: Tensor, rope_sin: Tensor, *,
     window: int, cell_size: int, query_block: int, top_k: int, sigma: float | Tensor, lam: float | Tensor,
     retain: int | None, recent: int, eps: float, deterministic: bool | None,
-) -> Tensor:  # fmt: skip
-    """`freesolo_attention` of freesolo.py on the GPU."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`measured_freesolo_attention` of freesolo.py on the GPU."""
     _check_kernel_sizes(q.shape[3], cell_size, top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
     pool = -1 if retain is None else retain
-    return _freesolo(
+    out, retained, *_ = _freesolo(
         q, k, v, alpha.contiguous(), gain.contiguous(), rope_cos.contiguous(), rope_sin.contiguous(), sigma, lam,
         eps, _Sizes(window, cell_size, query_block, top_k, pool, recent, deterministic, wanted),
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return out, None if retain is None else retained.view(q.shape[0], k.shape[2], -1)
 
 
 def triton_read_cells(
     q: Tensor, k_cells: Tensor, v_cells: Tensor, cell_index: Tensor | None, *, query_start: int, query_block: int,
     top_k: int, sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int, deterministic: bool | None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`read_cells` of cells.py on the GPU; cell_index None is 0 .. N-1."""
     _check_kernel_sizes(q.shape[3], k_cells.shape[3], top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     index = None if cell_index is None else cell_index.int().contiguous()
-    return _read_cells(
+    u, retained, *_ = _read_cells(
         q, k_cells, v_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent, deterministic
-    )[0]
+    )
+    return u, None if retain is None else retained.view(*k_cells.shape[:2], -1)
 
 
 def triton_choose_cells(

@@ -13,11 +13,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.cells import cell_priority, combine, read_cells, retained_fraction
-from kernels.freesolo import freesolo_attention
+from kernels.cells import combine, read_cells
+from kernels.freesolo import measured_freesolo_attention
 from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
-from megatron_ext.context_parallel.cells import CellTable, candidate_cells
+from megatron_ext.context_parallel.cells import candidate_cells
 from megatron_ext.context_parallel.collectives import group_size, replicated_parameter, tensor_parallel_group
 from megatron_ext.context_parallel.halo import with_halo
 from megatron_ext.context_parallel.queries import balanced_attention
@@ -44,9 +44,16 @@ class SequenceContext(PackedSeqParams):
     penalty_scale: float = 0.0  # gradient of the loss for one layer's sum of p^2; set by the engine
     penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> sum of p^2 over the slice's tokens
 
-    def record(self, figure: str, layer: int, mean: torch.Tensor, count: int) -> None:
-        """Keep one layer's figure, a mean over `count` things; a recomputed layer records the same again."""
-        self.measured.setdefault(figure, {})[layer] = torch.stack((mean * count, torch.full_like(mean, count)))
+    counts: dict[int, torch.Tensor] = field(default_factory=dict)  # numbers that layers share, on the device
+
+    def record(self, figure: str, layer: int, total: torch.Tensor, count: int) -> None:
+        """Keep one layer's figure, fp64 `total` over `count` things; a recomputed layer records the same again.
+
+        Takes one small launch, as layers of one micro-batch count the same things.
+        """
+        if count not in self.counts:
+            self.counts[count] = torch.full((), count, dtype=torch.float64, device=total.device)
+        self.measured.setdefault(figure, {})[layer] = torch.stack((total, self.counts[count]))
 
 
 def sequence_context(
@@ -242,51 +249,39 @@ class FreeSoloAttention(_CoreAttention):
         ranking = {"top_k": self.top_k, "sigma": self.sigma, "lam": self.lam, "query_block": self.query_block, **pool}
         gain = replicated_parameter(self.gain, self.tensor_group)
         whole = group_size(self.context_group) == 1  # one slice: the operator does all of it at once
-        measure = context.measure and self.retain is not None
-        if measure or not whole:
-            table = candidate_cells(
-                k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool
-            )
-        if measure:
-            self._measure(table, context, num_queries=q.shape[1])
         if whole:
-            return freesolo_attention(
+            out, retained = measured_freesolo_attention(
                 q, k, v, self.alpha, gain, context.rope_cos, context.rope_sin, window=self.window,
                 cell_size=self.cell_size, eps=self.eps, backend=self.backend, **ranking,
             )  # fmt: skip
+            self._measure(retained, context, num_queries=q.shape[1])
+            return out
+        table = candidate_cells(k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool)
         local = self.local_branch(q, k, v, context, self.window)
-        readout = read_cells(
+        u, retained = read_cells(
             q, table.k, table.v, table.index, query_start=context.start, backend=self.backend, **ranking
         )
-        return combine(local, readout, self.alpha, gain, eps=self.eps)
+        self._measure(retained, context, num_queries=q.shape[1])
+        return combine(local, u, self.alpha, gain, eps=self.eps)
 
     def look_back(self, q, k, v, active, context):
         """The readout alone, in place of attention to everything."""
         pool = {"retain": self.retain, "recent": self.recent}
         table = candidate_cells(k, v, start=context.start, cell_size=self.cell_size, group=self.context_group, **pool)
-        if context.measure and self.retain is not None:
-            self._measure(table, context, num_queries=q.shape[1])
-        readout = read_cells(
+        u, retained = read_cells(
             q, table.k, table.v, table.index, query_start=context.start, query_block=self.query_block,
             top_k=self.top_k, sigma=self.sigma, lam=self.lam, backend=self.backend, **pool,
         )  # fmt: skip
+        self._measure(retained, context, num_queries=q.shape[1])
         gain = replicated_parameter(self.gain, self.tensor_group)
-        out = combine(torch.zeros_like(readout), readout, self.alpha, gain, eps=self.eps)
+        out = combine(torch.zeros_like(u), u, self.alpha, gain, eps=self.eps)
         return out if active is None else out.masked_fill(~active[..., None, None], 0)
 
-    @torch.no_grad()
-    def _measure(self, table: CellTable, context: SequenceContext, *, num_queries: int) -> None:
+    def _measure(self, retained: torch.Tensor | None, context: SequenceContext, *, num_queries: int) -> None:
         """Record which share of the available cells the pool keeps, over the blocks of real tokens that have any."""
+        if not context.measure or retained is None:
+            return
         real = max(0, min(num_queries, context.length - context.start))
-        starts = range(context.start, context.start + real, self.query_block)
-        kept = retained_fraction(
-            cell_priority(table.k),
-            table.index,
-            num_queries=real,
-            query_start=context.start,
-            cell_size=self.cell_size,
-            query_block=self.query_block,
-            retain=self.retain,
-            recent=self.recent,
-        )
-        context.record("retained_fraction", self.layer_number, kept, sum(start >= self.cell_size for start in starts))
+        blocks = slice(0 if context.start else 1, -(-real // self.query_block))  # nothing lies before the first of all
+        some = retained[..., blocks]
+        context.record("retained_fraction", self.layer_number, some.sum(dtype=torch.float64), some.numel())

@@ -86,8 +86,7 @@ class L2ALayer(TransformerLayer):
         y = h + gates.value[..., None].to(out.dtype) * out
         if context.measure:
             count = num_real * h.shape[1]
-            share = gates.is_open[:num_real].sum(dtype=torch.float64) / max(count, 1)
-            context.record("open_fraction", self.layer_number, share, count)
+            context.record("open_fraction", self.layer_number, gates.is_open[:num_real].sum(dtype=torch.float64), count)
         return y if gates.probability is None else self._penalise(y, gates.probability[:num_real], context)
 
     def _penalise(self, y: Tensor, probability: Tensor, context: SequenceContext) -> Tensor:

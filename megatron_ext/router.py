@@ -38,7 +38,7 @@ class Router(nn.Module):
         wide = torch.promote_types(z.dtype, torch.float32)
         weight = self.weight.to(wide)
         if context.measure:  # here and not in the layer: under ZeRO-3 the weight is whole only while this module runs
-            context.record("router_norm", layer, weight.detach().norm(), 1)
+            context.record("router_norm", layer, weight.detach().norm(dtype=torch.float64), 1)
         probability = ((z.to(wide) * weight).sum(dim=-1) / self.temperature).sigmoid()
         is_open = probability.detach() >= self.threshold
         # the difference is exactly zero, and so is what it adds to the value

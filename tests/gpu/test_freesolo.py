@@ -123,9 +123,9 @@ def test_a_table_chooses_like_the_whole_sequence(retain):
     index = number_cells(k_cells)
     part = choose_cells(q[:, start:], k_cells, index, query_start=start, **ranking)
     assert torch.equal(part, whole[:, start:])
-    u = read_cells(q[:, start:], k_cells, v_cells, index, query_start=start, **ranking)
+    u, _ = read_cells(q[:, start:], k_cells, v_cells, index, query_start=start, **ranking)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    u_wide = read_cells(wide[0][:, start:], split_cells(wide[1], 32), split_cells(wide[2], 32), index,
+    u_wide, _ = read_cells(wide[0][:, start:], split_cells(wide[1], 32), split_cells(wide[2], 32), index,
                         query_start=start, **ranking)  # fmt: skip
     du = torch.randn_like(u)
     assert relative_errors(u, u_wide)[0] < 3e-3

@@ -1,5 +1,6 @@
 """Cells, their summaries, the pools, and selection and readout from a partial table."""
 
+import itertools
 import math
 
 import pytest
@@ -14,7 +15,6 @@ from kernels.cells import (
     number_cells,
     offered_cells,
     read_cells,
-    retained_fraction,
     split_cells,
     take_cells,
 )
@@ -128,27 +128,20 @@ def test_what_a_pool_drops_never_returns():
         assert (got[..., width:] == -1).all() and (whole[..., width:] == -1).all()
 
 
-def test_retained_fraction():
-    cells = split_cells(random_tokens(B=2)["k"], 8)  # 32 cells, blocks of 4
-    priority, index = cell_priority(cells), number_cells(cells)
-    shape = {"num_queries": 250, "cell_size": 8, "query_block": 32}
-    want = []
-    for available in range(4, 32, 4):
-        for row in priority[..., :available].flatten(0, 1).tolist():
-            want.append(len(pool_by_hand(row, range(available), 5, 3)) / available)
-    got = retained_fraction(priority, index, retain=5, recent=3, **shape)
-    assert got.dtype == torch.float64
-    assert got.item() == pytest.approx(sum(want) / len(want), rel=1e-12)
-    assert retained_fraction(priority, index, retain=None, recent=3, **shape) == 1
-    assert retained_fraction(priority, index, retain=1, recent=1, **{**shape, "num_queries": 32}) == 1  # none available
+def test_pools_tell_what_share_of_the_cells_they_hold():
+    tokens = random_tokens(B=2, T=250)
+    k_cells, v_cells = split_cells(tokens["k"], 8), split_cells(tokens["v"], 8)  # 31 cells, blocks of 4
+    index, priority = number_cells(k_cells), cell_priority(k_cells)
+    retained = read_cells(tokens["q"], k_cells, v_cells, index, **RANKING).retained
+    assert retained.shape == (2, 2, 8) and retained.dtype == torch.float64
+    assert (retained[..., 0] == 1).all()  # none available
+    for b, g, block in itertools.product(range(2), range(2), range(1, 8)):
+        pool = pool_by_hand(priority[b, g, : 4 * block].tolist(), range(4 * block), 5, 3)
+        assert retained[b, g, block].item() == pytest.approx(len(pool) / (4 * block), rel=1e-15)
+    assert read_cells(tokens["q"], k_cells, v_cells, index, **{**RANKING, "retain": None}).retained is None
     # a table without the cells that no pool holds gives the same answer
-    late = {**shape, "num_queries": 64, "query_start": 192}
-    kept = torch.cat([offered_cells(priority[..., :24], index[..., :24], retain=5, recent=3), index[..., 24:]], dim=-1)
-    part = take_cells(priority, kept), kept
-    assert torch.equal(
-        retained_fraction(*part, retain=5, recent=3, **late),
-        retained_fraction(priority, index, retain=5, recent=3, **late),
-    )
+    part = slice_of_rank(tokens, 3, 64, 5, 3)
+    assert torch.equal(read_cells(*part, query_start=192, **RANKING).retained, retained[..., 6:])
 
 
 # Selection and readout
@@ -181,11 +174,11 @@ def test_ranks_choose_and_read_as_one_process(retain, size, dtype):
 
     def whole(q, k, v):
         k_cells, v_cells = split_cells(k, 8), split_cells(v, 8)
-        return read_cells(q, k_cells, v_cells, number_cells(k_cells), **ranking)
+        return read_cells(q, k_cells, v_cells, number_cells(k_cells), **ranking).u
 
     def ranks(q, k, v):
         parts = [slice_of_rank({"q": q, "k": k, "v": v}, r, size, retain, recent=3) for r in range(256 // size)]
-        return torch.cat([read_cells(*part, query_start=r * size, **ranking) for r, part in enumerate(parts)], dim=1)
+        return torch.cat([read_cells(*part, query_start=r * size, **ranking).u for r, part in enumerate(parts)], dim=1)
 
     k_cells = split_cells(tokens["k"], 8)
     chosen = choose_cells(tokens["q"], k_cells, number_cells(k_cells), **ranking)
@@ -203,12 +196,12 @@ def test_padding_may_stand_anywhere(retain):
     tokens, ranking = random_tokens(B=2), {**RANKING, "retain": retain}
     k_cells, v_cells = split_cells(tokens["k"], 8), split_cells(tokens["v"], 8)
     index = number_cells(k_cells)
-    want = read_cells(tokens["q"], k_cells, v_cells, index, **ranking)
+    want = read_cells(tokens["q"], k_cells, v_cells, index, **ranking).u
     columns = torch.full((2, 2, 71), -1)
     columns[..., 7::2] = index  # padding first, last and between
     columns[1, 1] = columns[1, 1].roll(-3)
     tables = [take_cells(x, columns).masked_fill((columns < 0)[..., None, None], torch.nan) for x in (k_cells, v_cells)]
-    assert_close("u", read_cells(tokens["q"], *tables, columns, **ranking), want, rtol=1e-12)
+    assert_close("u", read_cells(tokens["q"], *tables, columns, **ranking).u, want, rtol=1e-12)
 
 
 def test_equal_cells_tie_exactly_and_the_smaller_index_wins():
@@ -230,7 +223,7 @@ def test_nothing_available_reads_exact_zeros():
     k_cells[:, 0, :5] = torch.nan
     inputs = {"q": tokens["q"], "k_cells": k_cells, "v_cells": split_cells(tokens["v"], 8)}
     got = out_and_grads(
-        lambda q, k_cells, v_cells: read_cells(q, k_cells, v_cells, columns, **RANKING),
+        lambda q, k_cells, v_cells: read_cells(q, k_cells, v_cells, columns, **RANKING).u,
         inputs,
         torch.ones(1, 64, 4, 16).double(),
     )
@@ -245,9 +238,9 @@ def test_nothing_available_reads_exact_zeros():
 def test_unavailable_cells_do_not_touch_the_result():
     tokens = random_tokens(T=96)
     k_cells, v_cells = split_cells(tokens["k"], 8), split_cells(tokens["v"], 8)
-    want = read_cells(tokens["q"], k_cells, v_cells, number_cells(k_cells), **RANKING)
+    want = read_cells(tokens["q"], k_cells, v_cells, number_cells(k_cells), **RANKING).u
     k_cells[:, :, 8:], v_cells[:, :, 8:] = torch.nan, torch.inf
-    assert torch.equal(read_cells(tokens["q"], k_cells, v_cells, number_cells(k_cells), **RANKING), want)
+    assert torch.equal(read_cells(tokens["q"], k_cells, v_cells, number_cells(k_cells), **RANKING).u, want)
 
 
 def test_sigma_and_lam_per_head():

@@ -73,14 +73,14 @@ def test_freesolo(D, G, retain):
     q, k, v = leaves((1, 256, 2, D), (1, 256, G, D), (1, 256, G, D))
     cos = torch.zeros(256, D // 2)
     sizes = {"window": 512, "cell_size": 32, "query_block": 128, "eps": 1e-8}
-    out = triton_freesolo(q, k, v, torch.ones(2), torch.ones(D), cos, cos, retain=retain, **sizes, **RANKING)
+    out, _ = triton_freesolo(q, k, v, torch.ones(2), torch.ones(D), cos, cos, retain=retain, **sizes, **RANKING)
     out.backward(torch.zeros_like(out))
 
 
 def test_read_cells():
     q, k, v = leaves((1, 256, 2, 64), (1, 1, 8, 32, 64), (1, 1, 8, 32, 64))
     index = torch.arange(8).expand(1, 1, 8)
-    out = triton_read_cells(q, k, v, index, query_start=128, query_block=128, retain=64, **RANKING)
+    out, _ = triton_read_cells(q, k, v, index, query_start=128, query_block=128, retain=64, **RANKING)
     out.backward(torch.zeros_like(out))
 
 

@@ -7,8 +7,16 @@ import kernels.triton_cells
 import kernels.triton_freesolo
 import kernels.triton_readout
 import kernels.triton_rows
-from kernels.cells import cell_priority, choose_cells, number_cells, offered_cells, read_cells, split_cells
-from kernels.freesolo import freesolo_attention, select_cells
+from kernels.cells import (
+    cell_priority,
+    choose_cells,
+    number_cells,
+    offered_cells,
+    read_cells,
+    split_cells,
+    take_cells,
+)
+from kernels.freesolo import freesolo_attention, measured_freesolo_attention, select_cells
 from kernels.rope import apply_rope, rope_tables
 from kernels.sparse_query import sparse_query_attention, sparse_query_rows
 from kernels.window import sliding_window_attention
@@ -157,7 +165,7 @@ def test_table_of_offered_cells(retain):
     def read(q, k, v, backend):
         return torch.cat(
             [q[:, :start], read_cells(q[:, start:], cells_of(k), cells_of(v), table, query_start=start, **ranking,
-                                      backend=backend)], dim=1,
+                                      backend=backend).u], dim=1,
         )  # fmt: skip
 
     compare(read, inputs)
@@ -165,6 +173,30 @@ def test_table_of_offered_cells(retain):
     rows = inputs["q"][:, start:]
     part = choose_cells(rows, cells_of(inputs["k"]), table, query_start=start, **ranking, backend="triton")
     assert torch.equal(part, whole[:, start:])
+
+
+@pytest.mark.parametrize(("T", "start"), [(300, 0), (300, 96), (100, 1440), (10, 0)])
+def test_pools_tell_what_share_of_the_cells_they_hold(T, start):
+    """The kernel's figure is the reference's: of a whole sequence, and of a later rank whose table lacks cells."""
+    ranking = {"query_block": 48, "top_k": 2, "sigma": 4.0, "lam": 0.3, "retain": 3, "recent": 2}
+    q, k, v = normal(q=(2, T, 4, 16), k=(2, start + T, 2, 16), v=(2, start + T, 2, 16)).values()
+    cells = [split_cells(x, 16) for x in (k, v)]
+    index, before = number_cells(cells[0]), start // 16
+    offer = offered_cells(cell_priority(cells[0])[..., :before], index[..., :before], retain=3, recent=2)
+    places = torch.cat([offer, index[..., before:]], dim=-1)
+    table = [take_cells(x, places) for x in cells]
+    got, want = (
+        read_cells(q, *table, places, query_start=start, **ranking, backend=backend).retained
+        for backend in ("triton", "reference")
+    )
+    assert_close("retained", got, want, rtol=1e-7)
+    if start == 0:
+        cos, sin = rope_tables(torch.arange(T), 16, 10000.0)
+        sizes = {"window": 9, "cell_size": 16, "eps": 1e-8}
+        _, whole = measured_freesolo_attention(
+            q, k, v, torch.ones(4), torch.ones(16), cos, sin, **sizes, **ranking, backend="triton"
+        )
+        assert torch.equal(whole, got)
 
 
 def test_table_of_every_cell():
@@ -175,7 +207,7 @@ def test_table_of_every_cell():
     def read(q, k, v, backend, numbered=False):
         cells = split_cells(k, 16)
         index = number_cells(cells) if numbered else None
-        return read_cells(q, cells, split_cells(v, 16), index, query_start=start, **ranking, backend=backend)
+        return read_cells(q, cells, split_cells(v, 16), index, query_start=start, **ranking, backend=backend).u
 
     compare(read, inputs)
     assert torch.equal(read(**inputs, backend="reference"), read(**inputs, backend="reference", numbered=True))

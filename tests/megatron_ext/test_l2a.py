@@ -267,7 +267,7 @@ def test_no_host_sync(kind, documents, monkeypatch):
         return q_rows * k.sum() * v.sum(), q_rows[..., 0]
 
     def cells(q, k_cells, v_cells, _index, **_options):
-        return q * k_cells.sum() * v_cells.sum()
+        return q * k_cells.sum() * v_cells.sum(), k_cells.new_ones(*k_cells.shape[:2], 8)
 
     monkeypatch.setattr("megatron_ext.attention.read_cells", cells)
     monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_attention", operator)
