@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VECTORS = Path(__file__).resolve().parents[2] / "shared" / "vectors"
+VECTORS = Path(__file__).parent / "vectors"
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -32,8 +32,24 @@ def out_and_grads(function: Callable[..., Tensor], inputs: dict[str, Tensor], d_
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
+def load_arrays(name: str) -> dict[str, np.ndarray]:
+    """Everything that one file of tests/vectors/ holds.
+
+    Most fp32 arrays lie there as `NAME.planes`, uint8 [2 or 4, ...]: all lowest bytes first and so on, which compresses
+    better. Where there are two planes, the lower two bytes of every number are zero (it fits bf16).
+    """
+    with np.load(VECTORS / f"{name}.npz") as file:
+        arrays = dict(file)
+    for key in [key for key in arrays if key.endswith(".planes")]:
+        planes = arrays.pop(key)
+        whole = np.zeros((*planes.shape[1:], 4), np.uint8)
+        whole[..., 4 - len(planes) :] = np.moveaxis(planes, 0, -1)
+        arrays[key.removesuffix(".planes")] = whole.view(np.float32)[..., 0]
+    return arrays
+
+
 def load_vector(name: str) -> tuple[dict[str, Tensor], dict]:
     """Arrays and parameters of one test vector."""
-    with np.load(VECTORS / f"{name}.npz") as file:
-        params = json.loads(str(file["params"])) if "params" in file else {}
-        return {key: torch.from_numpy(file[key]) for key in file.files if key != "params"}, params
+    arrays = load_arrays(name)
+    params = json.loads(str(arrays.pop("params"))) if "params" in arrays else {}
+    return {key: torch.from_numpy(x) for key, x in arrays.items()}, params

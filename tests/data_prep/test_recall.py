@@ -1,14 +1,12 @@
 """The masks of the retrieval-weighted loss against the stored vectors and a definition written as loops."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_prep.recall import recall_masks
-
-VECTORS = Path(__file__).resolve().parents[3] / "shared" / "vectors"
+from tests.numerics import load_arrays
 
 
 def recall_masks_ref(x: list[int], gap: int) -> tuple[list[bool], list[bool]]:
@@ -35,10 +33,7 @@ def recall_masks_ref(x: list[int], gap: int) -> tuple[list[bool], list[bool]]:
 
 @pytest.mark.parametrize("name", ["recall_small", "recall_text_like"])
 def test_stored_vectors(name):
-    path = VECTORS / f"{name}.npz"
-    if not path.is_file():
-        pytest.skip("the stored vectors are not beside this checkout")
-    vectors = np.load(path)
+    vectors = load_arrays(name)
     recall, switch = recall_masks(vectors["tokens"])
     assert recall.any() and switch.any()
     np.testing.assert_array_equal(recall, vectors["recall"])

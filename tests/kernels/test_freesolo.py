@@ -1,6 +1,5 @@
-"""FreeSolo attention against the test vectors, against a naive oracle, and identities that need neither."""
+"""FreeSolo attention against stored vectors, against the definition in loops, and identities that need neither."""
 
-import math
 import resource
 
 import pytest
@@ -10,10 +9,21 @@ import torch.nn.functional as F
 from kernels.freesolo import freesolo_attention, select_cells
 from kernels.rope import apply_rope, rope_tables
 from kernels.window import sliding_window_attention
+from tests.definitions import freesolo_by_loops, rope_angles, select_cells_by_loops
 from tests.numerics import RTOL, VECTORS, assert_close, load_vector, out_and_grads
 
-VECTOR_NAMES = [f"fs_{name}" for name in ("default", "head96_gqa7", "one_token", "ragged", "shorter_than_block")]
-VECTOR_NAMES += ["fsl_small", "fsl_wide"]
+STORED = ["fs_one_token", "fs_ragged", "fsl_small"]
+# [T, H, G, D] and options; what the definition finds for them stands in for stored results
+DEFINED = {
+    "fs_default": ((1000, 2, 1, 64), {}),
+    "fs_head96_gqa7": ((330, 7, 1, 96), {"window": 128}),
+    "fs_shorter_than_block": ((100, 2, 1, 32), {}),
+    "fsl_two_groups": (
+        (700, 4, 2, 32),
+        {"window": 96, "cell_size": 16, "query_block": 64, "top_k": 3, "retain": 6, "recent": 2},
+    ),
+    "fsl_wide": ((1536, 2, 1, 64), {"retain": 12, "recent": 4}),
+}
 SMALL = {"cell_size": 8, "query_block": 32, "top_k": 3}  # cells and blocks that short sequences have several of
 
 
@@ -34,99 +44,70 @@ def rope_of(T, D):
     return {"rope_cos": cos, "rope_sin": sin}
 
 
-# The equations once more, one query at a time
+def defined(inputs, d_out, *, window=512, **ranking):
+    """(selection [B, T, H, K], output and gradients) of the definition, batch rows one after the other."""
+    cell_size, found = ranking.get("cell_size", 32), []
+    for b in range(len(inputs["q"])):
+        row = {name: x[b] if x.dim() == 4 else x for name, x in inputs.items()}
+        selected = select_cells_by_loops(row["q"], row["k"], **ranking)
+        got = freesolo_by_loops(**row, d_out=d_out[b], selected=selected, window=window, cell_size=cell_size)
+        found.append({"selected": selected, **got})
+    shared = {name: sum(one[name] for one in found) for name in ("dalpha", "dgain")}
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]} | shared
 
 
-def oracle_selection(q, k, *, cell_size=32, query_block=128, top_k=4, sigma=4.0, lam=1.0, retain=None, recent=8):
-    """Nested lists [B][T][H] of chosen cells; plain Python floats."""
-    (B, T, H, D), G = q.shape, k.shape[2]
-    selected = [[[None] * H for _ in range(T)] for _ in range(B)]
-    for b in range(B):
-        for g in range(G):
-            keys = k[b, :, g].tolist()
-            cells = [keys[c * cell_size : (c + 1) * cell_size] for c in range(T // cell_size)]
-            mean = [[math.fsum(column) / cell_size for column in zip(*cell, strict=True)] for cell in cells]
-            priority = [max(math.sqrt(math.fsum(x * x for x in key)) for key in cell) for cell in cells]
-            for i in range(T):
-                pool = list(range(i // query_block * query_block // cell_size))
-                if retain is not None:
-                    pool = {*sorted(pool, key=lambda c: (-priority[c], c))[:retain], *pool[-recent:]}
-                for h in range(g * H // G, (g + 1) * H // G):
-                    query = q[b, i, h].tolist()
-                    score = {}
-                    for c in pool:
-                        distance = i - (c + 0.5) * cell_size
-                        score[c] = math.fsum(x * y for x, y in zip(query, mean[c], strict=True)) / math.sqrt(D)
-                        score[c] += lam * priority[c] * math.erf(distance / (2 * sigma))
-                    selected[b][i][h] = sorted(sorted(pool, key=lambda c: (-score[c], c))[:top_k])
-    return selected
-
-
-def rope_angles(T, D):
-    return torch.arange(T).double()[:, None] / 10000.0 ** (torch.arange(D // 2).double() / (D // 2))
-
-
-def oracle(q, k, v, alpha, gain, selected, *, window, cell_size=32, eps=1e-8):
-    """The output from T x T masks, given the selection."""
-    (B, T, H, D), G = q.shape, k.shape[2]
-    k, v = (x[:, :, [h // (H // G) for h in range(H)]] for x in (k, v))
-    turn = torch.polar(torch.ones(T, D // 2).double(), rope_angles(T, D))[:, None]
-
-    def rotate(x):
-        turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    def softmax_over(visible, q, k):
-        logits = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(D)
-        logits = logits - logits.where(visible, -math.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0).detach()
-        weights = logits.where(visible, -1e4).exp() * visible
-        return torch.einsum("bhij,bjhd->bihd", weights / weights.sum(-1, keepdim=True).clamp_min(1e-300), v)
-
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    read = torch.zeros(B, H, T, T, dtype=torch.bool)
-    for b in range(B):
-        for t in range(T):
-            for h in range(H):
-                for c in selected[b][t][h]:
-                    read[b, h, t, c * cell_size : (c + 1) * cell_size] = True
-    local = softmax_over((j <= i) & (j >= i - window), rotate(q), rotate(k))
-    u = softmax_over(read, q, k)
-    return local + alpha[:, None] * gain * u / (u.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def padded(selected, top_k):
-    return torch.tensor([[[c + [-1] * (top_k - len(c)) for c in row] for row in rows] for rows in selected])
-
-
-# Against vectors and oracle
+# Against vectors and definition
 
 
 def test_every_vector_is_used():
-    assert {path.stem for path in VECTORS.glob("*.npz") if path.stem.startswith(("fs_", "fsl_"))} == set(VECTOR_NAMES)
+    assert {path.stem for path in VECTORS.glob("fs*.npz") if not path.stem.startswith("fsb_")} == set(STORED)
 
 
-@pytest.mark.parametrize("name", VECTOR_NAMES)
+def vector(name: str) -> tuple[dict, dict, dict]:
+    """(inputs with d_out, wanted, options of `freesolo_attention` less rope) of a stored or defined case."""
+    if name in DEFINED:
+        shape, options = DEFINED[name]
+        inputs = random_inputs(1, *shape, dtype=torch.bfloat16)  # numbers that fp32 and fp64 hold alike
+        inputs["d_out"] = torch.randn(1, shape[0], shape[1], shape[3]).bfloat16()
+        given = {key: x for key, x in inputs.items() if key != "d_out"}
+        return inputs, defined(given, inputs["d_out"], **options), options
+    stored, params = load_vector(name)
+    names = {"s": "cell_size", "B": "query_block", "K": "top_k", "P": "retain", "W": "recent", "w": "window"}
+    names |= {key: key for key in ("sigma", "lam", "eps")}
+    options = {names[key]: value for key, value in params.items() if key in names and value is not None}
+    assert params["rope_base"] == 10000.0
+    stored = {key: x[None] if x.dim() == 3 else x for key, x in stored.items()}
+    inputs = {key: stored.pop(key) for key in ("q", "k", "v", "alpha", "gain")} | {"d_out": stored.pop("do")}
+    return inputs, {"out": stored.pop("o"), **stored}, options
+
+
+@pytest.mark.parametrize("name", [*STORED, *DEFINED])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_vectors(name, dtype):
-    vector, params = load_vector(name)
-    kwargs = {"cell_size": params["s"], "query_block": params["B"], "top_k": params["K"], "retain": params["P"]}
-    kwargs |= {"sigma": params["sigma"], "lam": params["lam"]}
-    kwargs |= {} if params["W"] is None else {"recent": params["W"]}
-    inputs = {key: vector[key][None].to(dtype) for key in "qkv"}
-    inputs |= {key: vector[key].to(dtype) for key in ("alpha", "gain")}
-
-    selected = select_cells(inputs["q"], inputs["k"], **kwargs)
+    inputs, want, options = vector(name)
+    inputs = {key: x.to(dtype) for key, x in inputs.items()}
+    d_out = inputs.pop("d_out")
+    ranking = {key: x for key, x in options.items() if key not in ("window", "eps")}
+    selected = select_cells(inputs["q"], inputs["k"], **ranking)
     assert selected.dtype == torch.int32
-    assert torch.equal(selected[0], vector["selected"])
+    assert torch.equal(selected, want.pop("selected").int())
 
-    cos, sin = rope_tables(torch.arange(len(vector["q"])), vector["q"].shape[-1], params["rope_base"])
-    kwargs |= {"window": params["w"], "eps": params["eps"], "rope_cos": cos, "rope_sin": sin}
-    got = out_and_grads(lambda **x: freesolo_attention(**x, **kwargs), inputs, vector["do"][None].to(dtype))
+    got = out_and_grads(lambda **x: attend(x, **options), inputs, d_out)
+    assert "dq" in want and want.keys() <= got.keys()
     # the vectors are stored in fp32, and so are cos and sin
     rtol = 1e-6 if dtype == torch.float64 else RTOL[torch.float32]
-    for key in ("out", "dq", "dk", "dv", "dalpha", "dgain"):
-        want = vector["o" if key == "out" else key]
-        assert_close(key, got[key], want[None] if want.dim() == 3 else want, rtol=rtol)
+    for key in want:
+        assert_close(key, got[key], want[key], rtol=rtol)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_definition_is_what_the_vectors_say(name):
+    inputs, want, options = vector(name)
+    assert options.pop("eps") == 1e-8
+    found = defined({key: x for key, x in inputs.items() if key != "d_out"}, inputs["d_out"], **options)
+    assert torch.equal(found["selected"], want.pop("selected").int())
+    for key in want:
+        assert_close(key, found[key], want[key], rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +129,7 @@ def test_vectors(name, dtype):
     ],
 )
 @pytest.mark.parametrize("keys", ["random", "repeated-cells", "constant", "zero", "huge", "tiny"])
-def test_matches_oracle(shape, kwargs, keys):
+def test_matches_definition(shape, kwargs, keys):
     inputs = random_inputs(*shape, key_scale={"zero": 0.0, "huge": 1e4, "tiny": 1e-6}.get(keys, 1.0))
     k, size = inputs["k"], kwargs["cell_size"]
     if keys == "repeated-cells":
@@ -156,15 +137,13 @@ def test_matches_oracle(shape, kwargs, keys):
     if keys == "constant":
         k.copy_(k[:, :1].expand_as(k).round(decimals=3).float())
     ranking = {name: x for name, x in kwargs.items() if name != "window"}
-    selected = oracle_selection(inputs["q"], k, **ranking)
-    got = select_cells(inputs["q"], k, **ranking)
-    assert torch.equal(got, padded(selected, ranking.get("top_k", 4)).int())
-
     window, d_out = kwargs.get("window", 512), torch.randn_like(inputs["q"])
-    angles = rope_angles(shape[1], shape[4])
+    want = defined(inputs, d_out, window=window, **ranking)
+    assert torch.equal(select_cells(inputs["q"], k, **ranking), want.pop("selected"))
+
+    angles = torch.from_numpy(rope_angles(shape[1], shape[4], 10000.0))[:, 0]
     tables = {"rope_cos": angles.cos(), "rope_sin": angles.sin()}  # float64, unlike `rope_tables`
     got = out_and_grads(lambda **x: attend(x, window=window, **tables, **ranking), inputs, d_out)
-    want = out_and_grads(lambda **x: oracle(**x, selected=selected, window=window, cell_size=size), inputs, d_out)
     for name in want:
         # logits of huge keys lose digits, and gradients may be zero but for the rounding of terms as large as the keys
         size = max(1.0, k.abs().max())

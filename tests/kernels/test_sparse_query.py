@@ -1,10 +1,11 @@
-"""Attention for some queries: against a T x T softmax and the vectors, and identities that need no reference."""
+"""Attention for some queries: against a stored vector, the definition and a T x T softmax, and by identities alone."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels.sparse_query import merge_partial_results, sparse_query_attention, sparse_query_rows
+from tests.definitions import sparse_query_by_loops
 from tests.numerics import RTOL, assert_close, load_vector, out_and_grads
 
 
@@ -40,14 +41,43 @@ def plain(q, k, v, active, *, first_key=None, scale=None):
     return out * active[:, :, None, None]
 
 
-@pytest.mark.parametrize("name", ["sparse_query_20", "sparse_query_all", "sparse_query_none", "sparse_query_one"])
-def test_vectors(name):
-    data, _ = load_vector(name)
-    tensors = {key: x[None] for key, x in data.items()}
-    inputs = {key: tensors[key] for key in ("q", "k", "v")}
-    got = out_and_grads(lambda **x: sparse_query_attention(**x, active=tensors["active"]), inputs, tensors["do"])
-    for key, want in (("out", "o"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
-        assert_close(key, got[key], tensors[want], rtol=1e-5)
+def attend_one(inputs, active):
+    """One sequence, without a batch dimension."""
+    return sparse_query_attention(**{key: x[None] for key, x in inputs.items()}, active=active[None])[0]
+
+
+def test_vector():
+    """Stored are the first kv head and its three query heads; the definition says the same."""
+    data, _ = load_vector("sparse_query_20")
+    inputs, active, d_out = {key: data[key] for key in "qkv"}, data["active"], data["do"]
+    want = {"out": data["o"], **{key: data[key] for key in ("dq", "dk", "dv")}}
+    defined = sparse_query_by_loops(**inputs, active=active, d_out=d_out)
+    got = out_and_grads(lambda **x: attend_one(x, active), inputs, d_out)
+    for key in want:
+        assert_close(key, defined[key], want[key], rtol=1e-7)
+        assert_close(key, got[key], want[key], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "opened"),
+    [
+        pytest.param((333, 6, 2, 32), "fifth", id="20"),
+        pytest.param((300, 7, 1, 128), "all", id="all"),
+        pytest.param((130, 4, 1, 32), "none", id="none"),
+        pytest.param((257, 4, 4, 64), "one", id="one"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_matches_definition(shape, opened, dtype):
+    T, H, _, D = shape
+    inputs = {key: x[0] for key, x in random_inputs(1, *shape, dtype=dtype).items()}
+    d_out = torch.randn(T, H, D, dtype=torch.float64).to(dtype)
+    at = torch.arange(T)
+    active = {"fifth": torch.rand(T) < 0.2, "all": at >= 0, "none": at < 0, "one": at == 181}[opened]
+    want = sparse_query_by_loops(**inputs, active=active, d_out=d_out)
+    got = out_and_grads(lambda **x: attend_one(x, active), inputs, d_out)
+    for key in want:
+        assert_close(key, got[key], want[key], rtol=RTOL[dtype], atol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["none", "all", "first", "last", "half, then none", "random"])

@@ -20,6 +20,7 @@ from kernels.freesolo import freesolo_attention, measured_freesolo_attention, se
 from kernels.rope import apply_rope, rope_tables
 from kernels.sparse_query import sparse_query_attention, sparse_query_rows
 from kernels.window import sliding_window_attention
+from tests.definitions import sparse_query_by_loops
 from tests.numerics import assert_close, load_vector, out_and_grads
 
 RTOL = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -128,8 +129,6 @@ def test_selection_of_the_vectors(name):
     q, k = (arrays[x][None].float() for x in ("q", "k"))
     kwargs = {"cell_size": params["s"], "query_block": params["B"], "top_k": params["K"]}
     kwargs |= {"retain": params.get("P"), "recent": params.get("W") or 8}
-    if params["s"] not in (16, 32, 64):
-        pytest.skip("cells of a size that the kernels do not take")
     got = select_cells(q, k, **kwargs, sigma=params["sigma"], lam=params["lam"], backend="triton")
     assert torch.equal(got[0], arrays["selected"].int())
 
@@ -273,14 +272,25 @@ def test_sparse_query(B, T, H, G, D, share, documents, deterministic, dtype, mon
         assert (got["dq"][~active] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["sparse_query_20", "sparse_query_none", "sparse_query_one"])
-def test_sparse_query_vectors(name):
-    data, _ = load_vector(name)
-    x = {key: value[None] for key, value in data.items()}
+def test_sparse_query_vector():
+    x = {key: value[None] for key, value in load_vector("sparse_query_20")[0].items()}
     inputs = {key: x[key] for key in ("q", "k", "v")}
     got = out_and_grads(lambda **y: sparse_query_attention(**y, active=x["active"], backend="triton"), inputs, x["do"])
     for key, want in (("out", "o"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
         assert_close(key, got[key], x[want], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "opened"), [((130, 4, 1, 32), []), ((257, 4, 4, 64), [181])], ids=["none", "one"])
+def test_sparse_query_definition(shape, opened):
+    T, H, G, D = shape
+    inputs = normal(q=(T, H, D), k=(T, G, D), v=(T, G, D))
+    active, d_out = torch.isin(torch.arange(T), torch.tensor(opened)), torch.randn(T, H, D)
+    want = sparse_query_by_loops(**inputs, active=active, d_out=d_out)
+    batch = {key: x[None] for key, x in inputs.items()}
+    attend = lambda **y: sparse_query_attention(**y, active=active[None], backend="triton")  # noqa: E731 - one use
+    got = out_and_grads(attend, batch, d_out[None])
+    for key in want:
+        assert_close(key, got[key][0], want[key], rtol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["ascending", "any"])
