@@ -7,7 +7,6 @@ has no URL has no cache, so the limit can never delete the only copy of anything
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from data_prep.fingerprint import file_hash
-from data_prep.guard import DataError, read_index, read_manifest
+from data_prep.guard import DataError, parse_manifest, read_index, read_manifest, single_name
+from data_prep.remote import file_system, is_url, named_errors
 
 SHARDS_THAT_MUST_FIT = 4  # of the largest, so that reading ahead does not chase out what is read
 LOCK = ".lock"
@@ -57,7 +55,7 @@ class ShardFolder:
                 return
             if self.limit:
                 self._make_room(split, stated["bytes"])
-            _download(f"{self.url}/{split}/{stated['basename']}", target, stated["bytes"], stated["hashes"]["xxh64"])
+            _download_shard(f"{self.url}/{split}", stated, target)
 
     def _make_room(self, split: str, wanted: int) -> None:
         files = sorted((self.path / split).glob("*.mds"), key=lambda file: file.stat().st_mtime)
@@ -70,11 +68,9 @@ class ShardFolder:
 
     def check_originals(self, split: str) -> None:
         """Check that every shard of the index lies at the URL with its size."""
-        fs, place = url_to_fs(f"{self.url}/{split}")
-        try:
+        fs, place = file_system(f"{self.url}/{split}")
+        with named_errors(f"{self.url}/{split} cannot be listed"):
             sizes = {info["name"].rsplit("/", 1)[-1]: info["size"] for info in fs.ls(place, detail=True)}
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.url}/{split} cannot be listed ({error})") from error
         for entry in read_index(self.path / split):
             stated = entry["raw_data"]
             size = sizes.get(stated["basename"])
@@ -92,11 +88,12 @@ def open_shards(shards: str | Path, cache: str | Path, limit: int = 0) -> ShardF
         limit: bytes of the shards in it per URL, 0 for no limit.
 
     Raises:
-        ValueError: the limit is too small, or the cache lies in a folder of originals.
-        DataError: what lies at the URL is no prepared folder, or cannot be read.
+        ValueError: the limit is too small, the cache lies in a folder of originals, or a package for such URLs is
+            missing.
+        DataError: what lies at the URL is no prepared folder, or cannot be read, or names files outside itself.
     """
-    if "://" not in str(shards):
-        return ShardFolder(Path(shards).absolute())
+    if not is_url(str(shards)):
+        return ShardFolder(Path(shards).expanduser().absolute())
     url = str(shards).rstrip("/")
     path = Path(cache).expanduser().absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
     if url.startswith("file://") and path.is_relative_to(url.removeprefix("file://")):
@@ -115,42 +112,50 @@ def open_shards(shards: str | Path, cache: str | Path, limit: int = 0) -> ShardF
 
 
 def _copy_small_files(folder: ShardFolder) -> None:
-    """Manifest, tokenizer, indices and the held-out split; a changed original empties the cache first."""
-    fs, place = url_to_fs(folder.url)
-    try:
+    """Manifest, tokenizer, indices and the held-out split; a changed original empties the cache first.
+
+    Nothing is written before the names in the manifest, and no shard before those in the indices, have been checked.
+    """
+    fs, place = file_system(folder.url or "")
+    with named_errors(f"{folder.url}/manifest.json cannot be read", "name a folder made by prep"):
         manifest = fs.cat_file(f"{place}/manifest.json")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder.url}/manifest.json cannot be read ({error}); name a folder made by prep") from error
     known = folder.path / "manifest.json"
     if known.is_file() and known.read_bytes() == manifest:
         return
+    splits = list(parse_manifest(manifest, f"{folder.url}/manifest.json")["splits"])
+    with named_errors(f"{folder.url} is no folder made by prep"):
+        files = [info["name"] for info in fs.ls(f"{place}/tokenizer", detail=True) if info["type"] == "file"]
+    tokenizer = [single_name(file.rsplit("/", 1)[-1], f"{folder.url}/tokenizer") for file in files]
     for entry in folder.path.iterdir():
         if entry.name != LOCK:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    try:
-        names = [f"{name}/index.json" for name in json.loads(manifest)["splits"]]
-        names += [f"tokenizer/{info['name'].rsplit('/', 1)[-1]}" for info in fs.ls(f"{place}/tokenizer", detail=True)]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder.url} is no folder made by prep ({error})") from error
-    for name in names:
+    for name in [*(f"{split}/index.json" for split in splits), *(f"tokenizer/{file}" for file in tokenizer)]:
         _download(f"{folder.url}/{name}", folder.path / name)
-    if (folder.path / "heldout").is_dir():
-        for entry in read_index(folder.path / "heldout"):
-            stated = entry["raw_data"]
-            source, target = f"{folder.url}/heldout/{stated['basename']}", folder.path / "heldout" / stated["basename"]
-            _download(source, target, stated["bytes"], stated["hashes"]["xxh64"])
+    entries = {split: read_index(folder.path / split) for split in splits}
+    for entry in entries.get("heldout", []):
+        stated = entry["raw_data"]
+        _download_shard(f"{folder.url}/heldout", stated, folder.path / "heldout" / stated["basename"])
     known.write_bytes(manifest)  # last: without it everything is copied again
 
 
+def _download_shard(url: str, stated: dict[str, Any], target: Path) -> None:
+    """Copy the shard that an index states from the folder at `url`."""
+    digest = (stated.get("hashes") or {}).get("xxh64")
+    if digest is None:
+        raise DataError(f"{url}/index.json has no xxh64 hash of {stated['basename']}; prepare the shards anew")
+    _download(f"{url}/{stated['basename']}", target, stated["bytes"], digest)
+
+
 def _download(url: str, target: Path, size: int | None = None, digest: str | None = None) -> None:
-    fs, place = url_to_fs(url)
+    fs, place = file_system(url)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(target.name + ".partial")  # the lock is held
     try:
-        fs.get_file(place, str(aside))
-    except (OSError, ValueError) as error:
+        with named_errors(f"{url} cannot be copied to {target}"):
+            fs.get_file(place, str(aside))
+    except DataError:
         aside.unlink(missing_ok=True)
-        raise DataError(f"{url} cannot be copied to {target} ({error})") from error
+        raise
     if (size is not None and aside.stat().st_size != size) or (digest is not None and file_hash(aside) != digest):
         aside.unlink()
         raise DataError(f"{url} is damaged: its size or hash is not what the index states; copy it there again")

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_prep.files import SourceFile, is_url, open_plain, open_raw
+from data_prep.files import SourceFile, open_plain, open_raw
+from data_prep.remote import is_url
 from recipes.schema import BAD_DOCUMENT_POLICIES, DataConfig, SourceConfig
 
 BLOCK_BYTES = 4 << 20  # of plain text, at most; a block ends after the line that reaches it

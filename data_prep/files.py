@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
-from fsspec.core import url_to_fs
 
+from data_prep.remote import file_system, is_url
 from recipes.schema import SOURCE_FORMATS, SourceConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -30,11 +30,6 @@ class SourceFile:
     compression: str | None  # pyarrow's name of it
     size: int  # bytes as it lies there
     stamp: str  # differs when the file has been written again
-
-
-def is_url(path: str) -> bool:
-    """Whether fsspec, not the operating system, opens this path."""
-    return "://" in path
 
 
 def find_files(sources: Sequence[SourceConfig]) -> list[SourceFile]:
@@ -145,10 +140,7 @@ class _Url:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
-            self.fs, self.path = url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"{url} cannot be opened ({' '.join(str(error).split())})") from error
+        self.fs, self.path = file_system(self.url)
 
     def join(self, names: Sequence[str]) -> list[tuple[str, int, str]]:
         return [self._facts(self.fs.info(f"{self.path}/{name}")) for name in names]

@@ -73,7 +73,12 @@ def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a split's index, one for each shard."""
+    """The entries of a split's index, one for each shard.
+
+    Raises:
+        DataError: it is damaged, or asks for what prep never writes: names that lead out of the folder, compressed
+            shards, columns that are no arrays of numbers (the library would unpickle them).
+    """
     path = folder / "index.json"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -87,9 +92,30 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} lists no shards; {WAY_OUT}")
     for number, shard in enumerate(shards):
         absent = [key for key in needed if not isinstance(shard, dict) or key not in shard]
-        if absent or not {"basename", "bytes"} <= set(shard["raw_data"]):
+        if absent or not isinstance(shard["raw_data"], dict) or not {"basename", "bytes"} <= set(shard["raw_data"]):
             raise DataError(f"{path} lacks {', '.join(absent) or 'raw_data'} for shard {number}; {WAY_OUT}")
+        single_name(shard["raw_data"]["basename"], path)
+        if (shard["format"], shard["version"]) != ("mds", 2) or shard.get("zip_data") or shard.get("compression"):
+            raise DataError(
+                f"{path}: shard {number} is none that prep writes (uncompressed MDS of version 2); {WAY_OUT}"
+            )
+        others = [code for code in shard["column_encodings"] if not str(code).startswith("ndarray:")]
+        if others:
+            raise DataError(
+                f"{path}: shard {number} holds {others[0]} where only arrays of numbers are read; {WAY_OUT}"
+            )
     return shards
+
+
+def single_name(name: Any, path: str | Path) -> str:
+    """A file's or folder's name that `path` states, which must not lead out of the folder that it is meant for.
+
+    Raises:
+        DataError: it is more than one component of a path, or none.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+        raise DataError(f"{path} names {name!r} where a file name without folders belongs; do not use these shards")
+    return name
 
 
 def _check_shard(folder: Path, shard: dict[str, Any], verify_hashes: bool) -> None:
@@ -100,7 +126,7 @@ def _check_shard(folder: Path, shard: dict[str, Any], verify_hashes: bool) -> No
             header = file.read(4)
     except OSError as error:
         raise DataError(f"shard {path} cannot be read ({error.strerror}); {WAY_OUT}") from error
-    if size != stated["bytes"]:
+    if size != stated["bytes"] or len(header) < 4:
         raise DataError(f"shard {path} has {size} bytes where the index states {stated['bytes']}; {WAY_OUT}")
     (samples,) = struct.unpack("<I", header)
     if samples != shard["samples"]:
@@ -125,11 +151,22 @@ def read_manifest(shards: str | Path) -> dict[str, Any]:
     """The manifest of a finished folder of shards."""
     path = Path(shards) / "manifest.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_manifest(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; run `longpitch prep` to make the shards") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+
+
+def parse_manifest(content: bytes, path: str | Path) -> dict[str, Any]:
+    """The manifest in `content`, which was read from `path`; its splits are names of folders beside it."""
+    try:
+        manifest = json.loads(content)
+    except ValueError as error:
         raise DataError(f"{path} is not valid JSON ({error}); {WAY_OUT}") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
+        raise DataError(f"{path} lists no splits; {WAY_OUT}")
+    for name in manifest["splits"]:
+        single_name(name, path)
+    return manifest
 
 
 def check_manifest(
@@ -152,6 +189,9 @@ def check_manifest(
         DataError: an index or the tokenizer is not the one that the manifest names.
     """
     shards, manifest = Path(shards), read_manifest(shards)
+    for name in ("seq_length", "vocab_size", "tokenizer_hash"):
+        if name not in manifest:
+            raise DataError(f"{shards / 'manifest.json'} lacks {name}; {WAY_OUT}")
     if manifest["seq_length"] != seq_length:
         raise ValueError(
             f"{shards} holds sequences of {manifest['seq_length']} tokens but model.seq_length is {seq_length};"

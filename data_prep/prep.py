@@ -37,6 +37,7 @@ from data_prep.guard import read_manifest
 from data_prep.mixture import Choice, choose, heldout_border
 from data_prep.pool import num_cores, run_tasks
 from data_prep.recall import MASKS, MASKS_OF
+from data_prep.remote import is_url
 from data_prep.shards import (
     LARGEST_SHARD_MIB,
     SplitPlan,
@@ -108,7 +109,7 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
         OSError: a worker was killed, or the disk failed.
     """
     _check(data, seq_length)
-    if "://" in data.shards:
+    if is_url(data.shards):
         raise ValueError(f"data.shards is {data.shards}: prepare into a local folder and copy it there when it is done")
     folder, settings = Path(data.shards).expanduser(), _settings(data, seq_length)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

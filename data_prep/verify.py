@@ -29,7 +29,7 @@ def verify(shards: str | Path, workers: int = 0) -> dict[str, Any]:
     faults = []
     if manifest.get("hash") != manifest_hash(manifest):
         faults.append(f"{shards / 'manifest.json'} was changed after it was written")
-    for name in ("splits", "seq_length", "vocab_size", "tokenizer_hash", "tokens", "sequences", "bytes"):
+    for name in ("seq_length", "vocab_size", "tokenizer_hash", "tokens", "sequences", "bytes"):
         if name not in manifest:
             raise DataError(f"{shards / 'manifest.json'} lacks {name}; {WAY_OUT}")
     faults += _tokenizer_faults(shards, manifest)
