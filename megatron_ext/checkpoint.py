@@ -194,7 +194,7 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
         converted = universal_form(checkpoint, rank=layout.rank)
         path, client = deepspeed_compat.load_universal(engine.deepspeed, checkpoint, converted.name)
     else:
-        path, client = engine.deepspeed.load_checkpoint(str(checkpoint), tag=TAG)
+        path, client = deepspeed_compat.load_checkpoint(engine.deepspeed, checkpoint, TAG)
     if path is None:
         raise CheckpointError(f"{checkpoint}: DeepSpeed found nothing to load there; remove the folder and start again")
     if universal:
@@ -262,7 +262,7 @@ def _wait_for(mark: Path, failure: Path, limit_seconds: float) -> None:
 def _restore_random_state(path: Path, device: torch.device) -> None:
     if not path.exists():  # stage 0 on more ranks than saved
         return
-    state = torch.load(path, weights_only=True)
+    state = deepspeed_compat.read_data(path)
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"])

@@ -6,14 +6,15 @@ imported inside the functions: it looks for its accelerator at import, before a 
 
 import argparse
 import contextlib
-import functools
 import io
 import logging
 import os
+import pickle
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +24,10 @@ from megatron_ext.context_parallel.collectives import Group, all_reduce, group_r
 from megatron_ext.model import LanguageModel
 
 UNIVERSAL_SUFFIX = "_universal"
+
+
+class UnreadableFile(ValueError):
+    """A file of a checkpoint that is damaged, or holds what no checkpoint of ours does; the message names it."""
 
 
 class ModelParallelUnit:
@@ -179,6 +184,106 @@ def set_masters(engine, values: Iterable[tuple[nn.Parameter, torch.Tensor]], *, 
             safe_set_local_fp32_param(parameter, padded.narrow(0, size * group_rank(group), size))
 
 
+@contextlib.contextmanager
+def _known(classes: Iterable[type]) -> Iterator[None]:
+    """Files may hold objects of `classes` besides tensors and plain values, and none that other libraries allow."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(list(classes))
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
+
+
+def read_data(file: str | Path, *, known: Iterable[type] = (), read: Callable | None = None, **options) -> Any:
+    """torch.load of tensors and plain values; a pickle of anything else is refused and nothing of it runs.
+
+    Args:
+        known: classes that the file may hold besides.
+        read: torch.load as it is outside `data_only`; None: as it is now.
+
+    Raises:
+        UnreadableFile: the file is damaged or holds something else.
+    """
+    try:
+        with _known(known):
+            return (read or torch.load)(file, **(options | {"weights_only": True}))
+    except (OSError, MemoryError, torch.OutOfMemoryError, UnreadableFile):
+        raise
+    except Exception as error:
+        # the tools read through links of ours
+        raise UnreadableFile(_why_unreadable(os.path.realpath(file), error)) from error
+
+
+@contextlib.contextmanager
+def data_only(*, mapped: bool = False, names: bool = False) -> Iterator[None]:
+    """Inside, torch.load is `read_data`, whoever calls it, and knows the three classes that DeepSpeed stores.
+
+    DeepSpeed reads whatever a pickle holds, and so runs what the author of a checkpoint wants. Its conversion must stay
+    in this process: a worker of its own would not know of this.
+
+    Args:
+        mapped: files are mapped into memory instead of read.
+        names: parameters whose names are paths are refused; a conversion calls folders by their names.
+    """
+    # unnamed, DeepSpeed looks for an accelerator and says so on the screen
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    known, read = (LossScaler, ZeroStageEnum, fragment_address), torch.load
+
+    def load(file, map_location=None, **options):
+        options |= {"mmap": True} if mapped else {}
+        state = read_data(file, known=known, read=read, map_location=map_location, **options)
+        if names:
+            _check_names(file, state)
+        return state
+
+    torch.load = load
+    try:
+        yield
+    finally:
+        torch.load = read
+
+
+def _why_unreadable(file: str, error: Exception) -> str:
+    named = re.search(r"(?:GLOBAL|[Bb]locklisted module) ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and named:
+        return (
+            f"{file} names {named[1]}, which no checkpoint of Longpitch holds and which could be a program; nothing of "
+            "the file was used: take the checkpoint anew from where it was trained"
+        )
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{file} cannot be read ({first_line}); restore it, or remove the checkpoint that it belongs to"
+
+
+def _check_names(file: str | Path, state: Any) -> None:
+    """Refuse a parameter whose name is a path: a conversion makes folders that are called as parameters are."""
+    if not isinstance(state, dict):
+        return
+    named = [state.get("module"), state.get("param_shapes")]
+    named.append((state.get("optimizer_state_dict") or {}).get("param_slice_mappings"))
+    for part in named:
+        for entry in part if isinstance(part, list) else [part]:
+            for name in entry or ():
+                if not re.fullmatch(r"\w[\w.-]*", str(name)):
+                    raise UnreadableFile(f"{file} has a parameter called {name!r}, which is no name of a parameter")
+
+
+def load_checkpoint(engine, checkpoint: Path, tag: str) -> tuple[str | None, dict]:
+    """`engine.load_checkpoint` that runs nothing of what the files hold.
+
+    Raises:
+        UnreadableFile: a file is damaged or holds anything else than a checkpoint of ours.
+    """
+    with data_only():
+        return engine.load_checkpoint(str(checkpoint), tag=tag)
+
+
 def convert_to_universal(checkpoint: Path, tag: str) -> str:
     """Convert `checkpoint/tag` for another layout of GPUs (one process does it); returns the new tag."""
     from deepspeed.checkpoint import ds_to_universal
@@ -187,13 +292,13 @@ def convert_to_universal(checkpoint: Path, tag: str) -> str:
     options = argparse.Namespace(
         input_folder=str(checkpoint / tag),
         output_folder=str(target),
-        num_extract_workers=1,
+        num_extract_workers=1,  # no process besides this one, see `data_only`
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
         inject_missing_state=False,
     )
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), data_only(names=True):
         ds_to_universal.main(options)
     return target.name
 
@@ -205,7 +310,7 @@ def load_universal(engine, checkpoint: Path, tag: str) -> tuple[str | None, dict
     parameter group the weight decay of the first.
     """
     decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    loaded = engine.load_checkpoint(str(checkpoint), tag=tag)
+    loaded = load_checkpoint(engine, checkpoint, tag)
     for group, decay in zip(engine.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
     states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
@@ -229,13 +334,13 @@ def restore_frozen_and_buffers(model: nn.Module, folder: Path, *, zero_stage: in
     mp_rank = f"mp_rank_{group_rank(tensor_group):02d}"
     if zero_stage < 3:
         file = folder / f"{mp_rank}_model_states.pt"
-        state = torch.load(file, map_location="cpu", weights_only=False)["module"]
+        state = read_data(file, map_location="cpu", mmap=True)["module"]
     else:
         files = sorted(
             folder.glob(f"zero_pp_rank_*_{mp_rank}_model_states.pt"),
             key=lambda path: int(path.name.split("_")[3]),
         )
-        parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+        parts = [read_data(file, map_location="cpu", mmap=True) for file in files]
         state = {name: parts[0]["module"][name] for name in parts[0]["buffer_names"]}
         for name, shape in (parts[0]["frozen_param_shapes"] or {}).items():
             flat = torch.cat([part["frozen_param_fragments"][name].flatten() for part in parts])
@@ -282,17 +387,6 @@ class _GatheredWeights(Mapping[str, torch.Tensor]):
         return len(self._weights)
 
 
-@contextlib.contextmanager
-def _mapped_files() -> Iterator[None]:
-    """torch.load maps files into memory: DeepSpeed's tool would read the model states of all ranks, and keep them."""
-    read = torch.load
-    torch.load = functools.partial(read, mmap=True)
-    try:
-        yield
-    finally:
-        torch.load = read
-
-
 def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_rank: int) -> Mapping[str, torch.Tensor]:
     """Weights and buffers of a tensor-parallel rank on the CPU: fp32 from the shards of all its data-parallel ranks.
 
@@ -302,16 +396,15 @@ def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_ran
     rank, plain = f"mp_rank_{tensor_rank:02d}", {}
     if zero_stage < 3:
         file = checkpoint / tag / f"{rank}_model_states.pt"
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["module"]
+        state = read_data(file, map_location="cpu", mmap=True)["module"]
         plain = {name: value for name, value in state.items() if value is not None}
     if zero_stage == 0:
         return plain
-    # unnamed, DeepSpeed looks for an accelerator and says so on the screen
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
+    # mapped: the tool would otherwise read the model states of all ranks, and keep them
     silence = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
-    with tempfile.TemporaryDirectory() as folder, silence[0], silence[1], _mapped_files():
+    with tempfile.TemporaryDirectory() as folder, silence[0], silence[1], data_only(mapped=True):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
         (Path(folder) / tag).mkdir()
         for file in (checkpoint / tag).glob(f"*{rank}_*.pt"):
             (Path(folder) / tag / file.name).symlink_to(file.absolute())
