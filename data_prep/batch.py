@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from recipes.errors import UserError
+
 
 @dataclass
 class MicroBatch:
@@ -42,7 +44,7 @@ def _sequence(sample: dict[str, Any], recall_beta: float, switch_beta: float) ->
     tokens, lengths = sample["tokens"], sample["doc_lengths"]
     valid, seq_length = int(lengths.sum()), len(tokens)
     if not 0 < valid <= seq_length or lengths.min() < 1:
-        raise ValueError(f"sequence {sample['id']} of {seq_length} tokens has document lengths that sum to {valid}")
+        raise UserError(f"sequence {sample['id']} of {seq_length} tokens has document lengths that sum to {valid}")
     starts = document_starts(lengths, seq_length)
     weights = np.ones(seq_length, dtype=np.float32)
     for column, beta in (("recall", recall_beta), ("switch", switch_beta)):

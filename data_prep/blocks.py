@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from recipes.errors import UserError
+
 OPEN_FILES = 128  # kept open by a process that gathers documents
 IN_A_FOLDER = 1000
 
@@ -94,7 +96,7 @@ class Corpus:
         size, first = self.dtype.itemsize, int(self.starts[document]) + start
         tokens = np.frombuffer(os.pread(file, count * size, first * size), dtype=self.dtype)
         if len(tokens) != count:
-            raise OSError(f"{self.keys[block]}.bin in {self.folder} is cut off; remove the folder and prepare again")
+            raise UserError(f"{self.keys[block]}.bin in {self.folder} is cut off; remove the folder and prepare again")
         return tokens
 
 

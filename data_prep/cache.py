@@ -17,6 +17,7 @@ from typing import Any
 from data_prep.fingerprint import file_hash
 from data_prep.guard import DataError, parse_manifest, read_index, read_manifest, single_name
 from data_prep.remote import file_system, is_url, named_errors
+from recipes.errors import UserError
 
 SHARDS_THAT_MUST_FIT = 4  # of the largest, so that reading ahead does not chase out what is read
 LOCK = ".lock"
@@ -88,7 +89,7 @@ def open_shards(shards: str | Path, cache: str | Path, limit: int = 0) -> ShardF
         limit: bytes of the shards in it per URL, 0 for no limit.
 
     Raises:
-        ValueError: the limit is too small, the cache lies in a folder of originals, or a package for such URLs is
+        UserError: the limit is too small, the cache lies in a folder of originals, or a package for such URLs is
             missing.
         DataError: what lies at the URL is no prepared folder, or cannot be read, or names files outside itself.
     """
@@ -97,14 +98,14 @@ def open_shards(shards: str | Path, cache: str | Path, limit: int = 0) -> ShardF
     url = str(shards).rstrip("/")
     path = Path(cache).expanduser().absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
     if url.startswith("file://") and path.is_relative_to(url.removeprefix("file://")):
-        raise ValueError(f"data.cache {cache} lies inside {url}; name a folder outside it")
+        raise UserError(f"data.cache {cache} lies inside {url}; name a folder outside it")
     path.mkdir(parents=True, exist_ok=True)
     folder = ShardFolder(path, url, limit)
     with _locked(path):
         _copy_small_files(folder)
     largest = max(e["raw_data"]["bytes"] for name in read_manifest(path)["splits"] for e in read_index(path / name))
     if limit and limit < SHARDS_THAT_MUST_FIT * largest:
-        raise ValueError(
+        raise UserError(
             f"data.cache_gib allows {limit} bytes but {SHARDS_THAT_MUST_FIT} shards of {url} of up to {largest} bytes"
             " must fit; raise it, or set it to 0 for no limit"
         )

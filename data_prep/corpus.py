@@ -19,6 +19,7 @@ import xxhash
 
 from data_prep.files import SourceFile, open_plain, open_raw
 from data_prep.remote import is_url
+from recipes.errors import UserError
 from recipes.schema import BAD_DOCUMENT_POLICIES, DataConfig, SourceConfig
 
 BLOCK_BYTES = 4 << 20  # of plain text, at most; a block ends after the line that reaches it
@@ -55,7 +56,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.bad_documents not in BAD_DOCUMENT_POLICIES:
-            raise ValueError(
+            raise UserError(
                 f"data.bad_documents is {self.bad_documents!r}; give one of {', '.join(BAD_DOCUMENT_POLICIES)}"
             )
 
@@ -77,7 +78,7 @@ class LeftOut:
         sentence = f"{_one_line(place)}: {bad}"
         if rules.bad_documents == "stop":
             field = "name another text_field or language_field in data.sources, " * (bad.reason == "no such field")
-            raise ValueError(f"{sentence}; {field}repair it, or set data.bad_documents: skip") from bad
+            raise UserError(f"{sentence}; {field}repair it, or set data.bad_documents: skip") from bad
         self.counts[bad.reason] += count
         self.places.append(sentence)
 
@@ -376,7 +377,7 @@ def read_block(block: Block, source: SourceConfig, rules: Rules, left_out: LeftO
         left_out: receives the number of documents left out, by reason; those without text always are.
 
     Raises:
-        ValueError: a bad document under "stop", named with file and line.
+        UserError: a bad document under "stop", named with file and line.
     """
     if block.problem:
         reason, sentence = block.problem

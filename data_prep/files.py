@@ -13,6 +13,7 @@ import fsspec
 import pyarrow as pa
 
 from data_prep.remote import file_system, is_url
+from recipes.errors import UserError
 from recipes.schema import SOURCE_FORMATS, SourceConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -36,17 +37,17 @@ def find_files(sources: Sequence[SourceConfig]) -> list[SourceFile]:
     """The files of all sources, in reading order: that of the sources and, within one, of the sorted paths.
 
     Raises:
-        FileNotFoundError: a path does not exist, or a directory or glob holds no file to read.
-        ValueError: no source is given, or a format or URL is unknown.
+        UserError: a path does not exist, or a directory or glob holds no file to read.
+        UserError: no source is given, or a format or URL is unknown.
     """
     if not sources:
-        raise ValueError("data.sources is empty; name at least one directory, file or glob to read")
+        raise UserError("data.sources is empty; name at least one directory, file or glob to read")
     return [file for number, source in enumerate(sources) for file in _files_of(source, number)]
 
 
 def _files_of(source: SourceConfig, number: int) -> list[SourceFile]:
     if source.format not in SOURCE_FORMATS:
-        raise ValueError(f"data.sources format {source.format!r} is not one of {', '.join(SOURCE_FORMATS)}")
+        raise UserError(f"data.sources format {source.format!r} is not one of {', '.join(SOURCE_FORMATS)}")
     place = _Url(source.path) if is_url(source.path) else _Local(source.path)
     if source.format == "hf" or (source.format == "auto" and place.holds_data_set()):
         found = place.join(_data_set_files(place, source.split))
@@ -56,7 +57,7 @@ def _files_of(source: SourceConfig, number: int) -> list[SourceFile]:
     for path, size, stamp in found:
         kind, compression = _kind(path, source.format)
         if kind == "text" and source.language_field:
-            raise ValueError(f"{path} is text and has no field {source.language_field!r}; drop language_field for it")
+            raise UserError(f"{path} is text and has no field {source.language_field!r}; drop language_field for it")
         files.append(SourceFile(path, number, kind, compression, size, stamp))
     return files
 
@@ -79,14 +80,12 @@ def _wanted(name: str, suffixes: Sequence[str]) -> bool:
     return name.lower().endswith(plain + tuple(suffix + packed for suffix in plain for packed in COMPRESSIONS))
 
 
-def _nothing_in(path: str, suffixes: Sequence[str]) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"{path} holds no file that ends in {', '.join(suffixes)}; name other suffixes in data.sources"
-    )
+def _nothing_in(path: str, suffixes: Sequence[str]) -> UserError:
+    return UserError(f"{path} holds no file that ends in {', '.join(suffixes)}; name other suffixes in data.sources")
 
 
-def _absent(path: str) -> FileNotFoundError:
-    return FileNotFoundError(f"{path} does not exist; correct this path in data.sources")
+def _absent(path: str) -> UserError:
+    return UserError(f"{path} does not exist; correct this path in data.sources")
 
 
 class _Local:
@@ -102,7 +101,7 @@ class _Local:
         try:
             facts = file.stat()
         except OSError as error:
-            raise FileNotFoundError(f"{file} cannot be read ({error.strerror}); correct data.sources") from error
+            raise UserError(f"{file} cannot be read ({error.strerror}); correct data.sources") from error
         return str(file), facts.st_size, str(facts.st_mtime_ns)
 
     def holds_data_set(self) -> bool:
@@ -123,7 +122,7 @@ class _Local:
         elif glob.has_magic(str(path)):
             found = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
             if not found:
-                raise FileNotFoundError(f"no file matches {path}; correct this path in data.sources")
+                raise UserError(f"no file matches {path}; correct this path in data.sources")
         else:
             raise _absent(str(path))
         return [self._facts(file) for file in sorted(found, key=lambda file: file.parts)]
@@ -160,7 +159,7 @@ class _Url:
             found = self.fs.glob(self.path, detail=True).values()
             found = [info for info in found if info["type"] == "file"]
             if not found:
-                raise FileNotFoundError(f"no file matches {self.url}; correct this path in data.sources")
+                raise UserError(f"no file matches {self.url}; correct this path in data.sources")
         elif self.fs.isfile(self.path):
             found = [self.fs.info(self.path)]
         elif self.fs.isdir(self.path):
@@ -185,16 +184,16 @@ def _data_set_files(place: _Local | _Url, split: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             splits = json.loads(place.read("dataset_dict.json"))["splits"]
             if split not in splits:
-                raise ValueError(f"{name} has the splits {', '.join(splits)}, not {split}; set split in data.sources")
+                raise UserError(f"{name} has the splits {', '.join(splits)}, not {split}; set split in data.sources")
             folder = f"{split}/"
         state = json.loads(place.read(f"{folder}state.json"))
         files = [folder + entry["filename"] for entry in state["_data_files"]]
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{name} is no data set saved to disk: it has no state.json") from error
+        raise UserError(f"{name} is no data set saved to disk: it has no state.json") from error
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{name} is a damaged data set ({type(error).__name__}: {error})") from error
+        raise UserError(f"{name} is a damaged data set ({type(error).__name__}: {error})") from error
     if state.get("_indices_data_files"):
-        raise ValueError(f"{name} keeps its rows by an index; save it again with a newer version of `datasets`")
+        raise UserError(f"{name} keeps its rows by an index; save it again with a newer version of `datasets`")
     return files
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipes.errors import UserError
+
 WAIT_SECONDS = 5.0  # workers of a killed preparation hold the folder until they notice, a moment later
 
 
@@ -15,13 +17,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Make `folder` and keep every other process out of it; a killed process leaves no lock behind.
 
     Raises:
-        ValueError: another process is writing it.
+        UserError: another process is writing it.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     descriptor = _try(folder)
     while descriptor is None:
         if time.monotonic() > deadline:
-            raise ValueError(f"another process is writing {folder}; wait for it, or change data.shards")
+            raise UserError(f"another process is writing {folder}; wait for it, or change data.shards")
         time.sleep(0.05)
         descriptor = _try(folder)
     try:

@@ -12,11 +12,12 @@ from typing import Any
 
 from data_prep.fingerprint import file_hash, tokenizer_files_hash, tokenizer_hash
 from data_prep.recall import MASKS_OF
+from recipes.errors import UserError
 
 WAY_OUT = "restore the file from a copy, or remove the folder and run `longpitch prep` again"
 
 
-class DataError(RuntimeError):
+class DataError(UserError):
     """Shards that cannot be read; the message is one sentence naming the file and the way out."""
 
 
@@ -58,14 +59,14 @@ def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:
     """Refuse weights for masks that the split does not hold, or that speak of what a sequence does not hold."""
     for name, beta in (("recall", recall_beta), ("switch", switch_beta)):
         if beta and name not in split.columns:
-            raise ValueError(
+            raise UserError(
                 f"train.{name}_beta is {beta} but {split.folder} has no {name} masks; set it to 0, or prepare the"
                 " shards with data.recall_masks: true"
             )
     if (recall_beta or switch_beta) and (split.folder.parent / "manifest.json").is_file():
         made_of = read_manifest(split.folder.parent).get("settings", {}).get("recall_masks")
         if made_of != MASKS_OF:
-            raise ValueError(
+            raise UserError(
                 f"the recall masks of {split.folder.parent} mark copies from outside their sequence too (its manifest"
                 f" states recall_masks: {made_of}, not {MASKS_OF}); prepare the shards anew, or set train.recall_beta"
                 " and switch_beta to 0"
@@ -185,7 +186,7 @@ def check_manifest(
         expected_tokenizer: hash of the tokenizer that a checkpoint was trained with, if there is one.
 
     Raises:
-        ValueError: the recipe asks for something else than the shards hold.
+        UserError: the recipe asks for something else than the shards hold.
         DataError: an index or the tokenizer is not the one that the manifest names.
     """
     shards, manifest = Path(shards), read_manifest(shards)
@@ -193,18 +194,18 @@ def check_manifest(
         if name not in manifest:
             raise DataError(f"{shards / 'manifest.json'} lacks {name}; {WAY_OUT}")
     if manifest["seq_length"] != seq_length:
-        raise ValueError(
+        raise UserError(
             f"{shards} holds sequences of {manifest['seq_length']} tokens but model.seq_length is {seq_length};"
             " change one, or prepare other shards"
         )
     if manifest["vocab_size"] > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of {shards} has {manifest['vocab_size']} entries but model.vocab_size is {vocab_size};"
             f" raise it to at least {manifest['vocab_size']}"
         )
     _check_named_tokenizer(shards, manifest, tokenizer)
     if expected_tokenizer not in (None, manifest["tokenizer_hash"]):
-        raise ValueError(
+        raise UserError(
             f"{shards} was tokenized with another tokenizer than the checkpoint or other shards; prepare it anew"
         )
     for name, split in manifest["splits"].items():
@@ -226,4 +227,4 @@ def _check_named_tokenizer(shards: Path, manifest: dict[str, Any], tokenizer: st
     if tokenizer is None or then is None:
         return
     if tokenizer_files_hash(tokenizer) not in (None, then):
-        raise ValueError(f"{shards} was tokenized with another tokenizer than {tokenizer}; prepare it with that one")
+        raise UserError(f"{shards} was tokenized with another tokenizer than {tokenizer}; prepare it with that one")

@@ -9,6 +9,7 @@ from streaming import LocalDataset
 
 from data_prep.batch import MicroBatch, collate, filling
 from data_prep.guard import WAY_OUT, DataError, check_masks, check_split
+from recipes.errors import UserError
 
 
 class EvalReader:
@@ -44,7 +45,7 @@ class EvalReader:
         verify_hashes: bool = False,
     ) -> None:
         if micro_batch < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"no batches for micro_batch {micro_batch} and data-parallel rank {dp_rank} of {dp_size}")
+            raise UserError(f"no batches for micro_batch {micro_batch} and data-parallel rank {dp_rank} of {dp_size}")
         checked = check_split(Path(shards) / split, verify_hashes=verify_hashes)
         check_masks(checked, recall_beta, switch_beta)
         self.seq_length = checked.seq_length

@@ -25,6 +25,7 @@ from data_prep.cache import ShardFolder
 from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split
 from data_prep.prefetch import Prefetcher
 from data_prep.scratch import Scratch
+from recipes.errors import UserError
 from recipes.schema import DataConfig, TrainConfig
 
 FETCHES = 5  # times a shard is fetched again that the cache's limit took away meanwhile
@@ -75,7 +76,7 @@ class TrainLoader:
         dp_rank, dp_size: this rank among those that receive different sequences.
 
     Raises:
-        ValueError: the numbers do not fit each other, or the split is smaller than one global batch.
+        UserError: the numbers do not fit each other, or the split is smaller than one global batch.
         DataError: the split is damaged.
     """
 
@@ -142,7 +143,7 @@ class TrainLoader:
     def _open(self, micro_batch: int, replication: int) -> "_Sequences":
         order = self._fingerprint
         if order["seed"] < 0:
-            raise ValueError(f"seed is {order['seed']}; give a number of at least 0")
+            raise UserError(f"seed is {order['seed']}; give a number of at least 0")
         # the library warns at every epoch that positions must not be counted by rank; they are not
         logging.getLogger("streaming.base.dataset").setLevel(logging.ERROR)
         with self._scratch.own_names():
@@ -159,7 +160,7 @@ class TrainLoader:
         dataset.folders = self._folders
         nodes, canonical_nodes = dataset._parallel_rank_world.num_nodes, order["canonical_nodes"]
         if nodes % canonical_nodes and canonical_nodes % nodes:
-            raise ValueError(f"data.canonical_nodes {canonical_nodes} and {nodes} nodes: one must divide the other")
+            raise UserError(f"data.canonical_nodes {canonical_nodes} and {nodes} nodes: one must divide the other")
         if dataset._unique_rank_world.is_local_leader:
             self._scratch.note_segments(dataset._shm_prefix_int)
         return dataset
@@ -223,14 +224,14 @@ class TrainLoader:
         """Continue where `state` was taken, on any number of ranks, replicas or workers; before the first batch.
 
         Raises:
-            ValueError: the state belongs to other data or another order; the message names what differs.
+            UserError: the state belongs to other data or another order; the message names what differs.
         """
         if self._prefetcher is not None:
             raise RuntimeError("load_state_dict comes before the first batch")
         then, now = state["fingerprint"], self._fingerprint
         differing = [f"{key} (then {then.get(key)}, now {now[key]})" for key in now if then.get(key) != now[key]]
         if differing:
-            raise ValueError(
+            raise UserError(
                 f"the data position of the checkpoint does not fit {self._place}: {', '.join(differing)};"
                 " set them back, or start a new run from the checkpoint's weights"
             )
@@ -282,7 +283,9 @@ class _Sequences(StreamingDataset):
                 except FileNotFoundError:  # evicted between reading ahead and reading
                     if not self._fetch(number):
                         raise
-            raise FileNotFoundError("it was evicted again and again; raise data.cache_gib")
+            raise UserError("it was evicted again and again; raise data.cache_gib")
+        except DataError:
+            raise
         except (OSError, ValueError, IndexError) as error:
             path = os.path.join(shard.dirname, shard.raw_data.basename)
             raise DataError(f"sequence {sample_id} of shard {path} cannot be read ({error})") from error
@@ -348,17 +351,17 @@ def _ranks(replication: int, temp_dir: str | Path | None) -> tuple[int, int]:
     """This process's data-parallel rank and their number, from the variables that torchrun sets."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and not {"RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        raise ValueError(f"WORLD_SIZE is {world_size} but RANK or LOCAL_WORLD_SIZE is not set; start with torchrun")
+        raise UserError(f"WORLD_SIZE is {world_size} but RANK or LOCAL_WORLD_SIZE is not set; start with torchrun")
     if world_size > 1 and temp_dir is None:
-        raise ValueError(f"the {world_size} ranks need a temp_dir that they share; name a folder of this job")
+        raise UserError(f"the {world_size} ranks need a temp_dir that they share; name a folder of this job")
     if replication < 1 or world_size % replication:
-        raise ValueError(f"{world_size} ranks do not divide by tensor x context parallel size {replication}")
+        raise UserError(f"{world_size} ranks do not divide by tensor x context parallel size {replication}")
     return int(os.environ.get("RANK", 0)) // replication, world_size // replication
 
 
 def _micro_batches_per_step(global_batch: int, micro_batch: int, dp_size: int) -> int:
     if min(global_batch, micro_batch) < 1 or global_batch % (dp_size * micro_batch):
-        raise ValueError(
+        raise UserError(
             f"a global batch of {global_batch} sequences does not divide by {dp_size} data-parallel ranks"
             f" x micro_batch {micro_batch}; change train.tokens_per_step or train.micro_batch"
         )
@@ -370,9 +373,9 @@ def _folders(shards: Any, proportions: Sequence[float] | None) -> list[ShardFold
     folders = [one if isinstance(one, ShardFolder) else ShardFolder(Path(one).absolute()) for one in several]
     paths = [folder.path for folder in folders]
     if len(set(paths)) < len(paths):
-        raise ValueError(f"data.streams names one folder twice ({', '.join(map(str, paths))}); add its proportions up")
+        raise UserError(f"data.streams names one folder twice ({', '.join(map(str, paths))}); add its proportions up")
     if len(proportions or [1.0] * len(folders)) != len(folders) or any(share <= 0 for share in proportions or ()):
-        raise ValueError(f"data.streams needs a proportion above 0 for each of its folders, not {proportions}")
+        raise UserError(f"data.streams needs a proportion above 0 for each of its folders, not {proportions}")
     return folders
 
 
@@ -386,7 +389,7 @@ def _check(folder: ShardFolder, split: str, verify_hashes: bool) -> Split:
 def _common_length(splits: Sequence[Split]) -> int:
     lengths = {one.seq_length for one in splits}
     if len(lengths) > 1:
-        raise ValueError(f"data.streams mixes sequences of {sorted(lengths)} tokens; prepare them of one length")
+        raise UserError(f"data.streams mixes sequences of {sorted(lengths)} tokens; prepare them of one length")
     return lengths.pop()
 
 
@@ -400,13 +403,13 @@ def _samples_per_epoch(
 ) -> int:
     """Sequences of an epoch: whole global batches only, since the library would repeat some to fill the last one."""
     if canonical_nodes < 1:
-        raise ValueError(f"data.canonical_nodes is {canonical_nodes}; give a number of at least 1")
+        raise UserError(f"data.canonical_nodes is {canonical_nodes}; give a number of at least 1")
     unit = lcm(global_batch, canonical_nodes)
     available = splits[0].num_sequences
     if len(splits) > 1:  # one less, as shares are rounded up or down to whole sequences
         available = min(int((one.num_sequences - 1) / share) for one, share in zip(splits, shares, strict=True))
     if available < unit:
-        raise ValueError(
+        raise UserError(
             f"{splits[0].folder} has {available} sequences but one global batch (times canonical nodes) needs"
             f" {unit}; prepare more text, or lower train.tokens_per_step"
         )

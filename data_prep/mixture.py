@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.blocks import Corpus
+from recipes.errors import UserError
 from recipes.schema import MixtureConfig
 
 TOLERANCE = 0.01  # of the tokens, by which a part of the mixture may miss its proportion
@@ -41,13 +42,13 @@ def heldout_border(smallest: int, largest: int, fraction: float) -> int:
     """Documents whose hash is below it are held out: about `fraction` of them, but at least one, and not all.
 
     Raises:
-        ValueError: there is only one distinct document.
+        UserError: there is only one distinct document.
     """
     border = int(fraction * HASH_END)
     if fraction <= 0:
         return border
     if smallest == largest:
-        raise ValueError(
+        raise UserError(
             f"data.heldout_fraction is {fraction} but the corpus holds only one distinct document; add documents, or"
             " set it to 0"
         )
@@ -99,7 +100,7 @@ def _parts(corpus: Corpus, names: Sequence[str], mixture: Sequence[MixtureConfig
             fits &= corpus.lengths < part.max_tokens
         if part.source is not None:
             if part.source not in names:
-                raise ValueError(
+                raise UserError(
                     f"data.mixture names the source {part.source!r} but there are {', '.join(map(repr, names))}; set"
                     " name in data.sources"
                 )
@@ -149,7 +150,7 @@ def _mix(
             }
         )
         if abs(share - shares[number]) > TOLERANCE:
-            raise ValueError(
+            raise UserError(
                 f"{_title(part, names)} can be {share:.4f} of {reached.sum()} tokens where {shares[number]:.4f} is"
                 " asked, because its documents are too long for so few tokens; raise data.max_tokens or add documents"
             )
@@ -179,7 +180,7 @@ def _total(
     """Training tokens: as many as the scarcest part allows, or as are wanted."""
     for part, tokens in zip(asked, available, strict=True):
         if not tokens and part.proportion:
-            raise ValueError(f"{_title(part, names)} has no document; change the mixture or add documents")
+            raise UserError(f"{_title(part, names)} has no document; change the mixture or add documents")
     possible = [
         part.repeat * tokens / share if share else float("inf")
         for part, share, tokens in zip(asked, shares, available, strict=True)
@@ -188,7 +189,7 @@ def _total(
     # one part alone is a limit; with several, fewer tokens than asked would be another mixture's length
     if max_tokens is not None and max_tokens > most and len(asked) > 1:
         scarce = int(np.argmin(possible))
-        raise ValueError(
+        raise UserError(
             f"data.max_tokens is {max_tokens} but {_title(asked[scarce], names)} has {available[scarce]} tokens, enough"
             f" for {int(most)}; lower data.max_tokens, or raise its repeat"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipes.errors import UserError
 from recipes.schema import PACKINGS
 
 WINDOW = 256  # sequences' worth of documents among which best_fit chooses
@@ -59,7 +60,7 @@ def pack(lengths: np.ndarray, seq_length: int, policy: str) -> Plan:
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if policy not in PACKINGS:
-        raise ValueError(f"data.packing is {policy!r}; give one of {', '.join(PACKINGS)}")
+        raise UserError(f"data.packing is {policy!r}; give one of {', '.join(PACKINGS)}")
     if policy == "concat":
         return _concat(lengths, seq_length)
     whole, rest = lengths // seq_length, lengths % seq_length

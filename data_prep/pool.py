@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from queue import Queue
 from typing import Any
 
+from recipes.errors import UserError
+
 AHEAD = 2  # tasks that a worker holds: one in work, one waiting
 
 
@@ -87,12 +89,12 @@ class _Pool:
             return value
         raise value
 
-    def _died(self, end: Connection) -> OSError:
+    def _died(self, end: Connection) -> UserError:
         process = self._processes[self._ends.index(end)]
         process.join(5)
         code = process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return OSError(f"a worker process {how} (out of memory?); run the same command again, it goes on from there")
+        return UserError(f"a worker process {how} (out of memory?); run the same command again, it goes on from there")
 
     def kill(self) -> None:
         for process in self._processes:

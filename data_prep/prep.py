@@ -49,6 +49,7 @@ from data_prep.shards import (
     write_shard,
 )
 from data_prep.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from recipes.errors import UserError
 from recipes.schema import PACKINGS, DataConfig
 
 TRAINING_TEXT = 64 << 20  # bytes of text that a tokenizer is trained on, at most
@@ -105,12 +106,12 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
         vocab_size: of the model; the tokenizer must fit.
 
     Raises:
-        FileNotFoundError, ValueError: a path, a document or a setting is unusable, or the folder holds other shards.
+        UserError: a path, a document or a setting is unusable, or the folder holds other shards.
         OSError: a worker was killed, or the disk failed.
     """
     _check(data, seq_length)
     if is_url(data.shards):
-        raise ValueError(f"data.shards is {data.shards}: prepare into a local folder and copy it there when it is done")
+        raise UserError(f"data.shards is {data.shards}: prepare into a local folder and copy it there when it is done")
     folder, settings = Path(data.shards).expanduser(), _settings(data, seq_length)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         manifest = _finished(folder, settings, data)
@@ -128,7 +129,7 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ValueError(
+        raise UserError(
             f"the disk of {partial} is full ({os.strerror(error.errno)}); free some space and run the same command, it"
             " goes on from there"
         ) from error
@@ -137,27 +138,27 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
 
 def _check(data: DataConfig, seq_length: int) -> None:
     if seq_length < 2:
-        raise ValueError(f"model.seq_length is {seq_length}; a sequence needs at least 2 tokens")
+        raise UserError(f"model.seq_length is {seq_length}; a sequence needs at least 2 tokens")
     if not 0 <= data.heldout_fraction < 1:
-        raise ValueError(f"data.heldout_fraction is {data.heldout_fraction}; give a number from 0 to below 1")
+        raise UserError(f"data.heldout_fraction is {data.heldout_fraction}; give a number from 0 to below 1")
     if not 1 <= data.shard_mib <= LARGEST_SHARD_MIB:
-        raise ValueError(f"data.shard_mib is {data.shard_mib}; give a number from 1 to {LARGEST_SHARD_MIB}")
+        raise UserError(f"data.shard_mib is {data.shard_mib}; give a number from 1 to {LARGEST_SHARD_MIB}")
     if data.packing not in PACKINGS:
-        raise ValueError(f"data.packing is {data.packing!r}; give one of {', '.join(PACKINGS)}")
+        raise UserError(f"data.packing is {data.packing!r}; give one of {', '.join(PACKINGS)}")
     for key, least in (("max_document_mib", 1), ("prep_workers", 0), ("split_seed", 0)):
         if getattr(data, key) < least:
-            raise ValueError(f"data.{key} is {getattr(data, key)}; give a number of at least {least}")
+            raise UserError(f"data.{key} is {getattr(data, key)}; give a number of at least {least}")
     if data.max_tokens is not None and data.max_tokens < 1:
-        raise ValueError(f"data.max_tokens is {data.max_tokens}; give a number of at least 1, or leave it out")
+        raise UserError(f"data.max_tokens is {data.max_tokens}; give a number of at least 1, or leave it out")
     for part in data.mixture:
         if part.proportion <= 0 or part.repeat < 1:
-            raise ValueError(
+            raise UserError(
                 f"data.mixture has a part of proportion {part.proportion} and repeat {part.repeat}; the first must be"
                 " above 0, the second at least 1"
             )
     names = _names(data)
     if len(set(names)) < len(names) and data.mixture:
-        raise ValueError(f"data.sources has two sources of one name ({', '.join(names)}); set name to tell them apart")
+        raise UserError(f"data.sources has two sources of one name ({', '.join(names)}); set name to tell them apart")
     Rules(data.bad_documents)
 
 
@@ -190,23 +191,23 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
 def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """The manifest of an existing folder, if it was made with these settings and of these files."""
     if not (folder / "manifest.json").is_file():
-        raise ValueError(f"{folder} exists but is no finished folder of shards; remove it, or change data.shards")
+        raise UserError(f"{folder} exists but is no finished folder of shards; remove it, or change data.shards")
     manifest = read_manifest(folder)
     way_out = "change data.shards to prepare anew, or remove the folder"
     then, named = manifest.get("settings", {}), "tokenizer_files_hash"
     # shards hold a copy of their tokenizer and may outlive the one that was named; older ones do not state its hash
     now = {key: value for key, value in settings.items() if key != named or (value and named in then)}
     if differing := _differences(then, now):
-        raise ValueError(f"{folder} was prepared with other settings: {differing}; {way_out}")
+        raise UserError(f"{folder} was prepared with other settings: {differing}; {way_out}")
     is_older = data.tokenizer and settings[named] and named not in then
     if is_older and not _is_tokenizer_of(manifest, data.tokenizer, data.add_bos):
-        raise ValueError(f"{folder} was prepared with another tokenizer than {data.tokenizer} now is; {way_out}")
+        raise UserError(f"{folder} was prepared with another tokenizer than {data.tokenizer} now is; {way_out}")
     try:
         files = find_files(data.sources)
     except FileNotFoundError:  # shards outlive their corpus
         return manifest
     if _sizes_hash(files) != manifest["sources"]["hash"]:
-        raise ValueError(f"{folder} was prepared from other files than data.sources now hold; {way_out}")
+        raise UserError(f"{folder} was prepared from other files than data.sources now hold; {way_out}")
     return manifest
 
 
@@ -226,7 +227,7 @@ def _sizes_hash(files: Sequence[SourceFile]) -> str:
 
 def _check_vocabulary(tokenizer: int, model: int) -> None:
     if tokenizer > model:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {tokenizer} entries but model.vocab_size is {model}; raise model.vocab_size, or lower"
             " data.tokenizer_vocab_size"
         )
@@ -268,9 +269,9 @@ class _Preparation:
             longest_first=data.packing == "long_first",
         )
         if not len(choice.train):
-            raise ValueError("no document is left for training; lower data.heldout_fraction or add documents")
+            raise UserError("no document is left for training; lower data.heldout_fraction or add documents")
         if data.heldout_fraction and not len(choice.heldout):
-            raise ValueError(
+            raise UserError(
                 "no document of the mixture is held out; raise data.heldout_fraction, set it to 0, or add documents"
             )
         left_out.update(choice.left_out)
@@ -387,7 +388,7 @@ class _Preparation:
                 _show_rate(bar, tokens)
                 bar.update(done["cost"])
         if files_hash(find_files(self.data.sources)) != files_hash(self.files):
-            raise ValueError("data.sources changed while they were read; run the same command again")
+            raise UserError("data.sources changed while they were read; run the same command again")
         return facts
 
     def _tokenize_block(self, block: Block, encoder: Encoder) -> dict[str, Any]:
@@ -535,9 +536,9 @@ def _versions() -> dict[str, str]:
     return {"python": ".".join(map(str, sys.version_info[:3]))} | {name: version(name) for name in PACKAGES}
 
 
-def _no_text(left_out: Counter[str]) -> ValueError:
+def _no_text(left_out: Counter[str]) -> UserError:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "none at all"
-    return ValueError(f"data.sources hold no document with text (left out: {reasons}); name other sources")
+    return UserError(f"data.sources hold no document with text (left out: {reasons}); name other sources")
 
 
 def _hash(text: str, seed: int) -> tuple[int, int]:

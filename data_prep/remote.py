@@ -7,6 +7,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from data_prep.guard import DataError
+from recipes.errors import UserError
 
 
 def is_url(path: str) -> bool:
@@ -18,7 +19,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it.
 
     Raises:
-        ValueError: no such protocol is known, its package is not installed (with the line that installs it), or it
+        UserError: no such protocol is known, its package is not installed (with the line that installs it), or it
             cannot be set up.
     """
     try:
@@ -27,11 +28,11 @@ def file_system(url: str) -> tuple[Any, str]:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         scheme = url.partition("://")[0]
         package = (cause.name or scheme).partition(".")[0]
-        raise ValueError(
+        raise UserError(
             f"{url} cannot be opened: {scheme}:// needs the package {package}; `pip install {package}`"
         ) from error
     except Exception as error:  # every protocol's package has errors of its own
-        raise ValueError(f"{url} cannot be opened ({words(error)})") from error
+        raise UserError(f"{url} cannot be opened ({words(error)})") from error
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
+from recipes.errors import UserError
+
 END_OF_DOCUMENT = "<|endoftext|>"  # of the tokenizer trained here
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for in a bare tokenizer.json
 MODEL_INPUTS = ["input_ids", "attention_mask"]  # transformers would add token_type_ids, which no model here takes
@@ -68,7 +70,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | None = None) -> None:
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token not in vocabulary:
-            raise ValueError(f"the tokenizer {name} has no end-of-document token; name eos_token in its config")
+            raise UserError(f"the tokenizer {name} has no end-of-document token; name eos_token in its config")
         self._tokenizer = tokenizer
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
@@ -138,13 +140,13 @@ def document_bos(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | 
     """The token that begins documents, None where nothing does; add_bos of None does as the tokenizer does by itself.
 
     Raises:
-        ValueError: the tokenizer called `name` has no such token, and add_bos is true.
+        UserError: the tokenizer called `name` has no such token, and add_bos is true.
     """
     bos = tokenizer.bos_token_id
     if add_bos is None:
         add_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
     if add_bos and bos is None:
-        raise ValueError(f"data.add_bos is true but the tokenizer {name} has no beginning-of-document token")
+        raise UserError(f"data.add_bos is true but the tokenizer {name} has no beginning-of-document token")
     return bos if add_bos else None
 
 
@@ -158,9 +160,9 @@ class SentencePieceEncoder:
         self._processor = SentencePieceProcessor(model_file=str(path))
         self.eos_id, bos = self._processor.eos_id(), self._processor.bos_id()
         if self.eos_id < 0:
-            raise ValueError(f"the tokenizer {path} has no end-of-document token; train the model with an eos_id")
+            raise UserError(f"the tokenizer {path} has no end-of-document token; train the model with an eos_id")
         if add_bos and bos < 0:
-            raise ValueError(f"data.add_bos is true but the tokenizer {path} has no beginning-of-document token")
+            raise UserError(f"data.add_bos is true but the tokenizer {path} has no beginning-of-document token")
         self.bos_id = (
             bos if (_config_beside(path).get("add_bos_token", False) if add_bos is None else add_bos) else None
         )
@@ -203,11 +205,11 @@ def load_tokenizer(path: str | Path, add_bos: bool | None = None) -> Encoder:
         add_bos: begin documents with BOS; None does as the tokenizer does by itself.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, unusable, or has no end-of-document token.
+        UserError: it is missing, unusable, or has no end-of-document token.
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"the tokenizer {path} does not exist; correct data.tokenizer, or leave it out")
+        raise UserError(f"the tokenizer {path} does not exist; correct data.tokenizer, or leave it out")
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file():
         path = path / "tokenizer.model"
@@ -221,9 +223,9 @@ def load_tokenizer(path: str | Path, add_bos: bool | None = None) -> Encoder:
     except Exception as error:  # the libraries raise bare Exception for a damaged file
         if str(error).startswith(("the tokenizer", "data.add_bos")):
             raise
-        raise ValueError(f"the tokenizer {path} cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise UserError(f"the tokenizer {path} cannot be loaded ({str(error).splitlines()[0]})") from error
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer {path} has no fast version; save it with its tokenizer.json")
+        raise UserError(f"the tokenizer {path} has no fast version; save it with its tokenizer.json")
     return TextEncoder(tokenizer, str(path), add_bos)
 
 
@@ -242,7 +244,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, share: float = 1.0
         share: the part of each text, from its beginning, that is learned from; bounds time and memory.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"data.tokenizer_vocab_size is {vocab_size}; a byte-level BPE needs {SMALLEST_VOCABULARY}")
+        raise UserError(f"data.tokenizer_vocab_size is {vocab_size}; a byte-level BPE needs {SMALLEST_VOCABULARY}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

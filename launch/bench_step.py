@@ -25,6 +25,7 @@ from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import slice_context
+from recipes.errors import UserError
 from recipes.load import check_world
 from recipes.schema import L2A_KINDS, Recipe
 
@@ -50,11 +51,11 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
         steps: timed steps, after 3 to warm up; the median counts.
 
     Raises:
-        ValueError: the ranks that were started do not fit the parallel layout, or "-fa2" with context parallelism.
+        UserError: the ranks that were started do not fit the parallel layout, or "-fa2" with context parallelism.
     """
     parallel = recipe.parallel
     if parallel.context > 1 and any(kind.endswith(FA2) for kind in kinds):
-        raise ValueError(
+        raise UserError(
             f"parallel.context = {parallel.context}: FlashAttention-2 has no rows there; choose other kinds"
         )
     check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))

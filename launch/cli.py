@@ -1,27 +1,27 @@
-"""The `longpitch` command: parses, calls, and turns every expected error into one sentence and an exit code.
+"""The `longpitch` command: parses, calls, and turns every error into one sentence and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong use (recipe or command line). Imports are inside the commands so that `--help` and
 errors in a recipe do not wait for torch.
 """
 
 import contextlib
-import json
 import logging
 import os
 import sys
-import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from launch import failures
 from launch.convert import ModelOverrides
 from launch.convert import app as convert_app
 from launch.overrides import check_changes
+from launch.processes import expect_one_process, expect_torchrun_or_one
+from recipes.errors import UserError
 from recipes.load import RecipeError, load_recipe
-
-OUR_ROOMS = ("launch", "data_prep", "megatron_ext")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(convert_app, name="convert")
@@ -37,8 +37,12 @@ RunPath = Annotated[Path, typer.Argument(help="run directory, or one checkpoint 
 
 
 @app.callback()
-def _about() -> None:
+def _about(context: typer.Context) -> None:
     """Train and extend long-context language models with FreeSolo and L2A attention on many GPUs."""
+    if context.invoked_subcommand == "train":
+        expect_torchrun_or_one()
+    elif context.invoked_subcommand != "bench":
+        expect_one_process(context.invoked_subcommand)
 
 
 @app.command(
@@ -64,7 +68,8 @@ def prep(
     loaded = load_recipe(recipe, overrides)
     from data_prep.prep import prepare
 
-    made = prepare(loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.token_rows)
+    with _said_when_interrupted("what is done is kept, and the same command goes on from there"):
+        made = prepare(loaded.data, seq_length=loaded.model.seq_length, vocab_size=loaded.model.token_rows)
     typer.echo(str(made))
 
 
@@ -77,11 +82,13 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     One process by itself, or every process of a torchrun job. SIGTERM and SIGUSR1 finish the step, save and exit 0.
     """
     loaded = load_recipe(recipe, overrides)
-    from launch.train import train as run
-    from megatron_ext.context_parallel.layout import leave_layout
+    failures.note_run_directory(loaded.run_dir)
+    with _said_when_interrupted("no step was being trained, and nothing is lost"):
+        from launch.train import train as run
+        from megatron_ext.context_parallel.layout import leave_layout
 
-    run(loaded)
-    leave_layout()  # NCCL's threads would keep the process from ending
+        run(loaded)
+        leave_layout()  # NCCL's threads would keep the process from ending
 
 
 @app.command(epilog='Example: longpitch generate runs/quickstart/whole --prompt "def main(" --tokens 64')
@@ -128,15 +135,24 @@ def report(
     typer.echo(f"wrote {out}")
 
 
-bench = typer.Typer(no_args_is_help=True, help="Time our parts beside others', in one run on one machine.")
+bench = typer.Typer(no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _about_bench(context: typer.Context) -> None:
+    """Time our parts beside others', in one run on one machine."""
+    if context.invoked_subcommand == "step":
+        expect_torchrun_or_one()
+    else:
+        expect_one_process(f"bench {context.invoked_subcommand}")
 
 
 def _need_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("this bench needs an NVIDIA GPU and torch sees none")
+        raise UserError("this bench needs an NVIDIA GPU and torch sees none")
 
 
 @bench.command("freesolo", epilog="Example: longpitch bench freesolo --out bench.json")
@@ -206,41 +222,27 @@ def main() -> None:
     _keep_quiet()
     try:
         app()
-    except RecipeError as error:
-        _end(_fail(error, 2))
-    except (ValueError, OSError) as error:
-        _end(_fail(error, 1))
-    except RuntimeError as error:
-        if type(error).__module__.partition(".")[0] not in OUR_ROOMS:
-            raise
-        _end(_fail(error, 1))
+    except Exception as error:
+        _end(failures.report(error))
+
+
+@contextlib.contextmanager
+def _said_when_interrupted(what: str) -> Iterator[None]:
+    """Turn Ctrl-C into a sentence that says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise UserError(f"stopped by Ctrl-C; {what}") from interrupt
 
 
 def _end(code: int) -> NoReturn:
     """Exit; at once when this is one rank of several: leaving a group in order waits for peers that may hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)
-
-
-def _fail(error: Exception, code: int) -> int:
-    """Say one sentence, once: what every rank finds alike is rank 0's to say."""
-    rank, sentence = int(os.environ.get("RANK", "0")), " ".join(str(error).split())
-    if rank == 0 or not isinstance(error, RecipeError):
-        who = f"longpitch (rank {rank})" if "RANK" in os.environ else "longpitch"
-        print(f"{who}: {sentence}", file=sys.stderr, flush=True)
-    _tell_torchrun(sentence)
-    return code
-
-
-def _tell_torchrun(sentence: str) -> None:
-    """Leave the sentence where torchrun looks for the cause, which it prints last of all, below its own traceback."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        cause = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": cause}))
 
 
 def _keep_quiet() -> None:

@@ -43,7 +43,7 @@ def import_model(source: Path, out: Path, kind: str, overrides: list[str], *, sh
         shard_bytes: weights are written in files of at most so many bytes.
 
     Raises:
-        ValueError: the source is incomplete or asks for what our layers do not compute, or `out` exists.
+        UserError: the source is incomplete or asks for what our layers do not compute, or `out` exists.
     """
     if kind not in ATTENTION_KINDS:
         raise RecipeError(f"--attention {kind} is not one of {', '.join(ATTENTION_KINDS)}")
@@ -95,7 +95,7 @@ def export_model(
         overrides: `model.seq_length` and `model.attention.key=value`, such as another gate_threshold.
 
     Raises:
-        ValueError: transformers has nothing that computes this model, the checkpoint does not fit its recipe, or `out`
+        UserError: transformers has nothing that computes this model, the checkpoint does not fit its recipe, or `out`
             exists.
     """
     if dtype not in ("stored", *DTYPES):

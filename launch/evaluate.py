@@ -34,7 +34,7 @@ def evaluate(run: Path, *, sequences: int, device: str = "auto", overrides: list
         overrides: `model.attention.key=value`, such as another gate_threshold, and `data.shards=FOLDER`, for an import.
 
     Raises:
-        ValueError: no complete checkpoint, no held-out shards, or overrides that do not fit the weights.
+        UserError: no complete checkpoint, no held-out shards, or overrides that do not fit the weights.
     """
     step = checkpoint.find(run)
     home = step.parent.parent
@@ -49,7 +49,7 @@ def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: i
     """The shards of a checkpoint's run, or those that are `named`, and a reader of up to so many held-out sequences.
 
     Raises:
-        ValueError: there are none, or another tokenizer made them.
+        UserError: there are none, or another tokenizer made them.
     """
     home = step.parent.parent
     shards, own = find_shards(home, named), home / "tokenizer"

@@ -10,6 +10,7 @@ from launch.run_directory import find_bos, find_tokenizer, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.errors import UserError
 from recipes.schema import ModelConfig
 
 
@@ -21,7 +22,7 @@ def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: lis
         overrides: `model.seq_length` and `model.attention.key=value`, such as another gate_threshold.
 
     Raises:
-        ValueError: no complete checkpoint, or an empty prompt.
+        UserError: no complete checkpoint, or an empty prompt.
     """
     step = checkpoint.find(path)
     run = step.parent.parent
@@ -29,7 +30,7 @@ def greedy(path: str | Path, prompts: list[str], num_tokens: int, overrides: lis
     tokenizer = AutoTokenizer.from_pretrained(str(find_tokenizer(run)))
     bos = find_bos(run, tokenizer)
     if not all(prompts):
-        raise ValueError("a prompt is empty; give at least one character")
+        raise UserError("a prompt is empty; give at least one character")
     init_layout(tensor=1, context=1, device="cpu", timeout_seconds=60.0)
     try:
         model = load_model(config, step)

@@ -5,6 +5,7 @@ Imports neither torch nor megatron-core, so that a misspelt key is refused in a 
 
 from pathlib import Path
 
+from recipes.errors import UserError
 from recipes.load import RecipeError, check_model, override_model, read_model
 from recipes.schema import KEYS_OF_TRAINED, ModelConfig
 
@@ -48,10 +49,10 @@ def check_changes(run: Path, overrides: list[str] | None, *, length: bool = Fals
         shards: whether `data.shards=FOLDER` may be among the overrides.
 
     Raises:
-        ValueError: no recipe there, or what `changed_model` raises.
+        UserError: no recipe there, or what `changed_model` raises.
     """
     places = [home / "recipe.yaml" for home in (run, run.parent.parent)]
     recipe = next((place for place in places if place.exists()), None)
     if recipe is None:
-        raise ValueError(f"{places[0]} does not exist; name a run directory or one of its step folders")
+        raise UserError(f"{places[0]} does not exist; name a run directory or one of its step folders")
     changed_model(read_model(recipe), split_shards(overrides)[1] if shards else overrides or [], length=length)

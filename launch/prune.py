@@ -20,6 +20,7 @@ from megatron_ext.hugging_face.tokenizer import copy_tokenizer
 from megatron_ext.model import LanguageModel, head_dim, weight_shapes
 from megatron_ext.router import Router
 from megatron_ext.weights import new_folder
+from recipes.errors import UserError
 from recipes.load import RecipeError
 from recipes.schema import ModelConfig
 
@@ -56,7 +57,7 @@ def prune(
             `data.shards=FOLDER`.
 
     Raises:
-        ValueError: no learned gates, no held-out shards, no layer to prune, or `out` exists.
+        UserError: no learned gates, no held-out shards, no layer to prune, or `out` exists.
     """
     if not 0 < min_closed <= 1:
         raise RecipeError(f"--min-closed {min_closed} must be above 0 and at most 1")
@@ -65,7 +66,7 @@ def prune(
     named, changes = split_shards(overrides)
     model = changed_model(model_of(home), changes)
     if model.attention.kind not in PRUNED_KINDS:
-        raise ValueError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
+        raise UserError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
     shards, reader = open_heldout(step, model, named, sequences)
     with new_folder(out) as folder, one_process(device):
         language_model = load_for_measuring(model, step, device)
@@ -94,11 +95,11 @@ def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_c
     before = measure(built, model, reader)
     opened = before.open_fraction
     if not opened:
-        raise ValueError("the model has no layer that looks back any more; there is nothing left to prune")
+        raise UserError("the model has no layer that looks back any more; there is nothing left to prune")
     closed = sorted(layer for layer, share in opened.items() if 1 - share >= min_closed)
     if not closed:
         layer = min(opened, key=opened.__getitem__)
-        raise ValueError(
+        raise UserError(
             f"no layer's gate is closed for {min_closed:.0%} of the tokens: the most closed is layer {layer} with "
             f"{1 - opened[layer]:.1%}; lower --min-closed or raise model.attention.gate_threshold"
         )

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 
 from data_prep.guard import read_manifest
 from launch.run_directory import find_shards, read_metrics
+from recipes.errors import UserError
 
 matplotlib.use("Agg")
 
@@ -16,12 +17,12 @@ def draw_losses(runs: list[Path], out: Path) -> None:
     """Training and held-out loss over tokens, with the unigram entropy of the held-out text as a dashed line.
 
     Raises:
-        ValueError: a run without metrics.
+        UserError: a run without metrics.
     """
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
         if not (run / "metrics.jsonl").exists():
-            raise ValueError(f"{run}: no metrics.jsonl there; name the run_dir of a run that has trained a step")
+            raise UserError(f"{run}: no metrics.jsonl there; name the run_dir of a run that has trained a step")
         records = [record for record in read_metrics(run / "metrics.jsonl") if record["loss"] is not None]
         (line,) = axes.plot([r["tokens"] for r in records], [r["loss"] for r in records], label=run.name, linewidth=1)
         held_out = [(r["tokens"], r["heldout_loss"]) for r in records if "heldout_loss" in r]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.cache import open_shards
 from data_prep.guard import DataError, read_manifest
 from data_prep.tokenizer import document_bos
+from recipes.errors import UserError
 from recipes.load import read_model, save_recipe
 from recipes.schema import ModelConfig, Recipe
 
@@ -44,7 +45,7 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"{self.path}: another job is training here; stop it or choose another run_dir") from error
+            raise UserError(f"{self.path}: another job is training here; stop it or choose another run_dir") from error
 
     def _open_log(self) -> logging.Logger:
         log = logging.getLogger(f"longpitch.run.{self.path}.{self.rank}")
@@ -104,7 +105,7 @@ def find_tokenizer(run: Path) -> Path:
         return own
     beside = find_shards(run) / "tokenizer"
     if not beside.is_dir():
-        raise ValueError(f"{run}: neither {own} nor {beside} exists; copy its tokenizer to one of them")
+        raise UserError(f"{run}: neither {own} nor {beside} exists; copy its tokenizer to one of them")
     return beside
 
 
@@ -125,7 +126,7 @@ def find_shards(run: Path, named: str | None = None) -> Path:
     recipe = OmegaConf.load(run / "recipe.yaml")
     shards = named or OmegaConf.select(recipe, "data.shards")
     if shards is None:
-        raise ValueError(f"{run / 'recipe.yaml'} names no data.shards; give data.shards=FOLDER, or add it there")
+        raise UserError(f"{run / 'recipe.yaml'} names no data.shards; give data.shards=FOLDER, or add it there")
     return open_shards(shards, OmegaConf.select(recipe, "data.cache") or run / "cache").path
 
 

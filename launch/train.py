@@ -16,6 +16,7 @@ from data_prep.cache import ShardFolder, open_shards
 from data_prep.guard import check_manifest, read_manifest
 from data_prep.heldout import EvalReader
 from data_prep.loader import TrainLoader
+from launch.failures import name_ranks
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
 from launch.run_directory import RunDirectory
 from megatron_ext import checkpoint
@@ -24,16 +25,18 @@ from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.errors import UserError
 from recipes.load import accumulation_steps, check_world
 from recipes.schema import L2A_KINDS, ModelConfig, Recipe, TrainConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAMPLES_SAID, LAYERS_SAID = 16, 4  # in the sentence about a step that is not finite
 # what may differ between a checkpoint and the run that continues it
 NOT_THE_MODEL = ("init_from", "init_std")
 NOT_THE_ATTENTION = ("backend", "alpha_init", "leak_probability")
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError):
     """A run that had to stop; the last checkpoint is untouched."""
 
 
@@ -295,11 +298,10 @@ class Trainer:
         self.skipped += 1
         ids = [sample for batch in batches for sample in batch.sample_ids]
         layer = self.engine.first_non_finite(inputs)
-        mine = {"rank": self.layout.rank, "layer": layer, "samples": ids}
+        self.run.log.warning("step %d is not finite here: %s, samples %s", self.step + 1, layer, ids)
         everyone: list = [None] * self.layout.world
-        dist.all_gather_object(everyone, mine)
-        where = "; ".join(f"rank {one['rank']}: {one['layer']}, samples {one['samples']}" for one in everyone)
-        sentence = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({where})"
+        dist.all_gather_object(everyone, (layer, ids[:SAMPLES_SAID]))
+        sentence = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({_findings(everyone)})"
         self.run.log.warning("not finite, weights unchanged: %s", sentence)
         if self.skipped > self.recipe.train.skip_nonfinite:
             raise TrainingError(
@@ -358,6 +360,17 @@ class Trainer:
         self.run.close()
 
 
+def _findings(everyone: list[tuple[str, list[int]]]) -> str:
+    """What each rank found, (layer, samples), alike layers together: as short for 1,024 ranks as for one."""
+    said = []
+    for layer in sorted({layer for layer, _ in everyone})[:LAYERS_SAID]:
+        ranks = [rank for rank, found in enumerate(everyone) if found[0] == layer]
+        samples = sorted({sample for rank in ranks for sample in everyone[rank][1]})
+        more = " and more" * (len(samples) > SAMPLES_SAID)
+        said.append(f"{name_ranks(ranks)}: {layer}, samples {samples[:SAMPLES_SAID]}{more}")
+    return f"{'; '.join(said)}; logs/rank_N.log has each rank's"
+
+
 def _flat(facts: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in facts.items():
@@ -399,7 +412,7 @@ def train(recipe: Recipe) -> int:
     The run directory decides whether this is a start or a continuation. Collective: every rank calls it.
 
     Raises:
-        ValueError: recipe, data, layout or checkpoint do not fit; nothing has been written over.
+        UserError: recipe, data, layout or checkpoint do not fit; nothing has been written over.
         TrainingError: a loss or gradient was not finite more often than the recipe allows.
         DataError: the shards are damaged.
     """

@@ -21,6 +21,7 @@ from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
 from megatron_ext.tensor_parallel import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
+from recipes.errors import UserError
 from recipes.schema import L2A_KINDS, ModelConfig
 
 TAG = "state"
@@ -30,7 +31,7 @@ POLL_SECONDS = 0.5
 WEIGHTS = "weights"  # folder of a checkpoint that holds weights only, as safetensors
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names it and the way out."""
 
 

@@ -19,6 +19,7 @@ from megatron_ext.context_parallel.collectives import all_reduce, group_size
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.model import LanguageModel
 from megatron_ext.router import Router
+from recipes.errors import UserError
 
 
 @dataclass
@@ -90,20 +91,20 @@ def freeze_parameters(model: nn.Module, patterns: list[str], train_only: Sequenc
     With `train_only`, also of every parameter whose name matches none of those. Returns the names that do not train.
 
     Raises:
-        ValueError: a pattern that matches nothing, or nothing left to train.
+        UserError: a pattern that matches nothing, or nothing left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for key, given in (("freeze", patterns), ("train_only", train_only)):
         for pattern in given:
             if not any(re.search(pattern, name) for name in names):
-                raise ValueError(f"train.{key} pattern {pattern!r} matches no parameter; one of them is {names[0]!r}")
+                raise UserError(f"train.{key} pattern {pattern!r} matches no parameter; one of them is {names[0]!r}")
 
     def matches(name: str, expressions: Sequence[str]) -> bool:
         return any(re.search(expression, name) for expression in expressions)
 
     frozen = [n for n in names if matches(n, patterns) or (train_only and not matches(n, train_only))]
     if len(frozen) == len(names):
-        raise ValueError(f"train.freeze {patterns} freezes every parameter that trains; nothing is left to train")
+        raise UserError(f"train.freeze {patterns} freezes every parameter that trains; nothing is left to train")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return frozen

@@ -9,6 +9,7 @@ from megatron_ext.attention import SequenceContext, sequence_context
 from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
 from megatron_ext.specs import decoder_spec
+from recipes.errors import UserError
 from recipes.schema import ModelConfig, TrainConfig
 
 
@@ -22,7 +23,7 @@ class LanguageModel(GPTModel):
         self.first_row = group_rank(tensor_group) * per_rank
         self.own_rows = min(per_rank, token_rows - self.first_row)  # of this rank; the rest is padding
         if self.own_rows < 1:
-            raise ValueError(
+            raise UserError(
                 f"model.vocab_tokens {token_rows} leaves tensor-parallel rank {group_rank(tensor_group)} nothing of "
                 f"model.vocab_size {self.vocab_size} but padding; lower model.vocab_size"
             )
@@ -115,7 +116,7 @@ def build_model(
     """Build the model on the CPU (or on the meta device under `torch.device("meta")`), weights drawn from torch's RNG.
 
     Raises:
-        ValueError: the attention refuses the recipe (see `layer_spec`).
+        UserError: the attention refuses the recipe (see `layer_spec`).
     """
     return LanguageModel(
         config=_transformer_config(model, tensor=tensor, context=context, dtype=dtype, fused=fused),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext.attention import FreeSoloAttention, HeadNorm, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
 from megatron_ext.router import ContextFreeGate, Router
+from recipes.errors import UserError
 from recipes.schema import AttentionConfig, ModelConfig
 
 
@@ -127,7 +128,7 @@ def decoder_spec(model: ModelConfig, *, recompute: bool = False) -> ModuleSpec |
     """The spec of a model's layers: one for all of them, or a list where some have lost their second look.
 
     Raises:
-        ValueError: see `layer_spec`.
+        UserError: see `layer_spec`.
     """
     attention, options = model.attention, {"qk_norm": model.qk_norm, "recompute": recompute}
     usual = layer_spec(attention.kind, attention, **options)
@@ -150,13 +151,13 @@ def layer_spec(
         recompute: keep the layer's inputs only and compute it again in the backward.
 
     Raises:
-        ValueError: an unknown kind, or a document mask for a kind that cannot restart at a document's border.
+        UserError: an unknown kind, or a document mask for a kind that cannot restart at a document's border.
     """
     attention = attention or AttentionConfig()
     if kind not in CORE_ATTENTIONS:
-        raise ValueError(f"attention kind {kind!r} is not one of {', '.join(CORE_ATTENTIONS)}")
+        raise UserError(f"attention kind {kind!r} is not one of {', '.join(CORE_ATTENTIONS)}")
     if attention.document_mask and kind not in KINDS_WITH_DOCUMENT_MASK:
-        raise ValueError(
+        raise UserError(
             f"attention kind {kind} cannot restart at document borders yet: "
             f"set document_mask: false or use {' or '.join(KINDS_WITH_DOCUMENT_MASK)}"
         )

@@ -13,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from recipes.errors import UserError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError):
     """Weights that cannot be read, or a place where they cannot be written; the message names it and the way out."""
 
 

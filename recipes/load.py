@@ -6,6 +6,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.errors import UserError
 from recipes.schema import (
     ATTENTION_KINDS,
     BACKENDS,
@@ -24,7 +25,7 @@ from recipes.schema import (
 )
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe that cannot be run; the message names the key and the way out. The command line exits with 2."""
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.context_parallel.collectives import Group
+from recipes.errors import UserError
 from recipes.schema import DEVICES
 
 # what a launcher would set for one process; LONGPITCH_ALONE marks that it was us
@@ -49,17 +50,17 @@ def pick_device(wanted: str) -> torch.device:
     """`cpu`, or the GPU of this local rank for `cuda`, or for `auto` the GPU where there is one.
 
     Raises:
-        ValueError: another name, or no GPU for this rank.
+        UserError: another name, or no GPU for this rank.
     """
     if wanted not in DEVICES:
-        raise ValueError(f"device {wanted} is not one of {', '.join(DEVICES)}")
+        raise UserError(f"device {wanted} is not one of {', '.join(DEVICES)}")
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("train.device is cuda but torch sees no GPU; use train.device=cpu or auto")
+        raise UserError("train.device is cuda but torch sees no GPU; use train.device=cpu or auto")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU of its own: this node shows {count}; start {count} processes"
         )
     return torch.device("cuda", local_rank)
@@ -69,7 +70,7 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
     """Join the process group named by torchrun's environment (a world of one without it) and cut it up.
 
     Raises:
-        ValueError: there is no such device. A cut that does not divide the world is megatron-core's RuntimeError.
+        UserError: there is no such device. A cut that does not divide the world is megatron-core's RuntimeError.
     """
     chosen = pick_device(device)
     if chosen.type == "cuda":

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.model import head_dim
+from recipes.errors import UserError
 from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A config.json, or a model section, that has no counterpart on the other side."""
 
 

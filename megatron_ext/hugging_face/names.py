@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.model import head_dim
+from recipes.errors import UserError
 from recipes.schema import ModelConfig
 
 WHOLE_MODEL = {
@@ -66,13 +67,13 @@ def parts_of(name: str) -> tuple[str, ...]:
     """The Hugging Face tensors that our tensor `name` is joined from, in that order.
 
     Raises:
-        ValueError: no Hugging Face model has such a tensor.
+        UserError: no Hugging Face model has such a tensor.
     """
     if name in WHOLE_MODEL:
         return (WHOLE_MODEL[name],)
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if match is None or match[2] not in LAYER:
-        raise ValueError(f"{name} has no counterpart in a Hugging Face model; export knows dense, swa and L2A models")
+        raise UserError(f"{name} has no counterpart in a Hugging Face model; export knows dense, swa and L2A models")
     return tuple(f"model.layers.{match[1]}.{part}" for part in LAYER[match[2]])
 
 

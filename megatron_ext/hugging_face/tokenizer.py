@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from recipes.errors import UserError
+
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # at least one makes a tokenizer
 FILES = (
     *VOCABULARIES,
@@ -28,10 +30,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy every tokenizer file of `source`, and its generation_config.json.
 
     Raises:
-        ValueError: `source` holds no tokenizer.
+        UserError: `source` holds no tokenizer.
     """
     if not has_tokenizer(source):
-        raise ValueError(f"{source} holds no tokenizer ({', '.join(VOCABULARIES)}); put its tokenizer.json there")
+        raise UserError(f"{source} holds no tokenizer ({', '.join(VOCABULARIES)}); put its tokenizer.json there")
     target.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (source / name).is_file():

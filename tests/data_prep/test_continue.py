@@ -21,6 +21,7 @@ from data_prep.pool import run_tasks
 from data_prep.prep import prepare
 from data_prep.tokenizer import train_tokenizer
 from data_prep.verify import verify
+from recipes.errors import UserError
 from recipes.schema import DataConfig, MixtureConfig, SourceConfig
 from tests.data_prep.rig import CONTEXT
 
@@ -188,9 +189,9 @@ def test_worker_that_dies_is_an_error():
             os.kill(os.getpid(), signal.SIGKILL)
         return task
 
-    with pytest.raises(OSError, match="a worker process was killed by signal 9"):
+    with pytest.raises(UserError, match="a worker process was killed by signal 9"):
         list(run_tasks(work, range(8), 2))
-    with pytest.raises(OSError, match="a worker process ended with code 1"):
+    with pytest.raises(UserError, match="a worker process ended with code 1"):
         list(run_tasks(lambda task: work, [0], 1))  # a function in a function cannot be sent
 
 
@@ -248,7 +249,7 @@ def test_full_disk_is_named_and_the_run_goes_on_later(corpus, tmp_path):
         pytest.skip("this process may not mount a file system")
     try:
         said = finish(config(corpus, small / "shards", 2))
-        assert said.startswith("ValueError: the disk of") and "run the same command" in said
+        assert said.startswith("UserError: the disk of") and "run the same command" in said
         subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
         assert finish(config(corpus, small / "shards", 2)) == "done"
         verify(small / "shards")

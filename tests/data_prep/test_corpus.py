@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from data_prep import corpus
 from data_prep.corpus import Block, LeftOut, Rules, cut, read_block, read_documents
 from data_prep.files import find_files
+from recipes.errors import UserError
 from recipes.schema import SourceConfig
 
 PACK = {"": lambda data: data, ".gz": gzip.compress, ".zst": lambda data: zstd.compress(data), ".bz2": bz2.compress}
@@ -65,11 +66,11 @@ def test_urls_give_what_paths_give(tree, scheme):
     assert texts(url, exclude=["skip"]) == texts(tree, exclude=["skip"])
     assert texts(f"{url}/sub/d.bin") == ["no"]
     assert texts(f"{url}/**/*.txt") == texts(tree / "**" / "*.txt")
-    with pytest.raises(FileNotFoundError, match=r"absent does not exist; correct this path in data\.sources"):
+    with pytest.raises(UserError, match=r"absent does not exist; correct this path in data\.sources"):
         texts(f"{url}/absent")
-    with pytest.raises(FileNotFoundError, match="no file that ends in"):
+    with pytest.raises(UserError, match="no file that ends in"):
         texts(url, suffixes=[".xyz"])
-    with pytest.raises(FileNotFoundError, match="no file matches"):
+    with pytest.raises(UserError, match="no file matches"):
         texts(f"{url}/*.xyz")
 
 
@@ -107,7 +108,7 @@ def test_format_overrides_the_suffix(tmp_path):
 
 def test_paths_that_lead_nowhere(tmp_path):
     for path in (tmp_path / "absent", tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(FileNotFoundError, match="data.sources"):
+        with pytest.raises(UserError, match="data.sources"):
             read(path)
     with pytest.raises(ValueError, match="data.sources is empty"):
         find_files([])
@@ -195,7 +196,7 @@ def test_hugging_face_data_set(tmp_path, monkeypatch, place):
     assert texts(f"{root}/set", language_field="lang", languages=["en"]) == shards[0] + shards[1]
     with pytest.raises(ValueError, match="has the splits train, test, not dev"):
         read(f"{root}/many", split="dev")
-    with pytest.raises(FileNotFoundError, match="no data set saved to disk"):
+    with pytest.raises(UserError, match="no data set saved to disk"):
         read(f"{root}/many/..", format="hf") if place == "local" else read(f"{root}", format="hf")
 
 
@@ -207,7 +208,7 @@ def test_damaged_data_set(tmp_path):
         read(folder)
     assert sum(read(folder, "skip")[1].counts.values()) >= 1
     arrow.unlink()
-    with pytest.raises(FileNotFoundError, match=r"\.arrow cannot be read"):
+    with pytest.raises(UserError, match=r"\.arrow cannot be read"):
         read(folder)
 
 

@@ -22,6 +22,7 @@ from data_prep.guard import check_manifest, check_split
 from data_prep.prep import _hash, prepare
 from data_prep.tokenizer import train_tokenizer
 from launch.cli import app
+from recipes.errors import UserError
 from recipes.schema import DataConfig, MixtureConfig, SourceConfig
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -239,7 +240,7 @@ def one_document(tmp_path: Path, *texts: str) -> list[SourceConfig]:
     ],
 )
 def test_wrong_settings_in_one_sentence(tmp_path, change, prep_change, message):
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+    with pytest.raises(UserError) as error:
         run(config(tmp_path, **change), **prep_change)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "shards").exists()

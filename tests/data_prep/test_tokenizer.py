@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from data_prep.fingerprint import tokenizer_hash
 from data_prep.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer
+from recipes.errors import UserError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 HARD_TEXTS = [
@@ -130,7 +131,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path):
     word_tokenizer(tmp_path / "t.json", 10, eos=False)
     with pytest.raises(ValueError, match=r"t\.json has no end-of-document token"):
         load_tokenizer(tmp_path / "t.json")
-    with pytest.raises(FileNotFoundError, match=r"absent does not exist; correct data\.tokenizer"):
+    with pytest.raises(UserError, match=r"absent does not exist; correct data\.tokenizer"):
         load_tokenizer(tmp_path / "absent")
     (tmp_path / "t.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be loaded") as error:
