@@ -6,7 +6,7 @@ another rank waiting; so everything that can be seen beforehand is checked here,
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class Split:
     columns: frozenset[str]
     index_hash: str  # xxh64 of index.json, which holds every shard's size and hash
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "columns", frozenset(self.columns))
+
 
 def check_split(folder: str | Path, *, verify_hashes: bool = False, has_shards: bool = True) -> Split:
     """Check that every shard of the index exists with its size and sample count, and by option its hash.
@@ -53,6 +57,11 @@ def check_split(folder: str | Path, *, verify_hashes: bool = False, has_shards: 
         columns=frozenset(columns),
         index_hash=file_hash(folder / "index.json"),
     )
+
+
+def split_facts(split: Split) -> dict[str, Any]:
+    """A checked split as JSON can hold it; `Split(**facts)` is the split again."""
+    return asdict(split) | {"folder": str(split.folder), "columns": sorted(split.columns)}
 
 
 def check_masks(split: Split, recall_beta: float, switch_beta: float) -> None:

@@ -8,7 +8,9 @@ import torch
 from streaming import LocalDataset
 
 from data_prep.batch import MicroBatch, collate, filling
-from data_prep.guard import WAY_OUT, DataError, check_masks, check_split
+from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split, split_facts
+from data_prep.host import once_per_host
+from data_prep.scratch import Scratch
 from recipes.errors import UserError
 
 
@@ -25,6 +27,7 @@ class EvalReader:
         max_sequences: read at most so many over all ranks; None reads all.
         recall_beta, switch_beta: as for training; 0 gives the plain loss.
         verify_hashes: check the shards' hashes too, not only their sizes and sample counts.
+        scratch: this job's folder on the host, if there are several ranks: one of a host checks for all of them.
 
     Attributes:
         seq_length: tokens of a sequence.
@@ -43,10 +46,11 @@ class EvalReader:
         recall_beta: float = 0.0,
         switch_beta: float = 0.0,
         verify_hashes: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         if micro_batch < 1 or not 0 <= dp_rank < dp_size:
             raise UserError(f"no batches for micro_batch {micro_batch} and data-parallel rank {dp_rank} of {dp_size}")
-        checked = check_split(Path(shards) / split, verify_hashes=verify_hashes)
+        checked = _checked(Path(shards) / split, verify_hashes, scratch)
         check_masks(checked, recall_beta, switch_beta)
         self.seq_length = checked.seq_length
         limit = checked.num_sequences if max_sequences is None else max_sequences
@@ -72,6 +76,15 @@ class EvalReader:
             return self._dataset[sequence] | {"id": sequence}
         except (OSError, ValueError, IndexError) as error:
             raise DataError(f"sequence {sequence} of {self._folder} cannot be read ({error}); {WAY_OUT}") from error
+
+
+def _checked(folder: Path, verify_hashes: bool, scratch: Scratch | None) -> Split:
+    def check() -> dict[str, Any]:
+        return split_facts(check_split(folder, verify_hashes=verify_hashes))
+
+    if scratch is None:
+        return Split(**check())
+    return Split(**once_per_host(scratch.folder, f"heldout {folder.absolute()} {verify_hashes}", check))
 
 
 def _stack(parts: list[Any]) -> Any:

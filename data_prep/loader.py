@@ -22,7 +22,8 @@ from streaming.base.dataset import _ShardState
 
 from data_prep.batch import MicroBatch, collate
 from data_prep.cache import ShardFolder
-from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split
+from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split, split_facts
+from data_prep.host import once_per_host
 from data_prep.prefetch import Prefetcher
 from data_prep.scratch import Scratch
 from recipes.errors import UserError
@@ -64,9 +65,9 @@ class TrainLoader:
         recall_beta, switch_beta: a label weighs 1 + recall_beta * recall + switch_beta * switch.
         verify_hashes: check the shards' hashes too, not only their sizes and sample counts.
         timeout_seconds: a batch that takes longer to arrive is an error.
-        temp_dir: folder for this job's lock files, the same on all its ranks and used by no other running job;
-            a subfolder per host is made in it, and removed when the last rank closes. None: a new folder under
-            the system's temporary folder (single process only).
+        temp_dir: folder for this job's lock files, the same on all ranks of a host and used by no other running job,
+            best on the host's own disk (`host_folder`); a subfolder per host is made in it, and removed when the last
+            rank closes. None: a new folder under the system's temporary folder (single process only).
 
     Attributes:
         seq_length: tokens of a sequence.
@@ -74,6 +75,7 @@ class TrainLoader:
         samples_per_epoch: the largest multiple of the global batch (and of canonical_nodes) in the split.
         micro_batches_per_step: of this rank.
         dp_rank, dp_size: this rank among those that receive different sequences.
+        scratch: this job's folder on the host, which an EvalReader may share.
 
     Raises:
         UserError: the numbers do not fit each other, or the split is smaller than one global batch.
@@ -102,30 +104,21 @@ class TrainLoader:
         self.dp_rank, self.dp_size = _ranks(replication, temp_dir)
         self.micro_batches_per_step = _micro_batches_per_step(global_batch, micro_batch, self.dp_size)
         self._folders = _folders(shards, proportions)
-        self._name = split
-        self._splits = [_check(folder, split, verify_hashes) for folder in self._folders]
-        for one in self._splits:
-            check_masks(one, recall_beta, switch_beta)
-        self.seq_length = _common_length(self._splits)
-        self.num_sequences = sum(one.num_sequences for one in self._splits)
-        self._shares = _shares(proportions, self._splits)
-        self.samples_per_epoch = _samples_per_epoch(self._splits, self._shares, global_batch, canonical_nodes)
         self._global_batch, self._timeout = global_batch, timeout_seconds
-        self._fingerprint = {
-            "index_hash": "+".join(one.index_hash for one in self._splits),
-            "proportions": [round(share, 9) for share in self._shares],
-            "seq_length": self.seq_length,
-            "seed": seed,
-            "global_batch": global_batch,
-            "shuffle": SHUFFLE if shuffle else "none",
-            "canonical_nodes": canonical_nodes,
-        }
         self._epoch, self._samples = 0, 0  # position after the last finished step
         self._taken, self._total_taken = 0, 0  # micro-batches of the step in progress, and since the start
         self._prefetcher: Prefetcher | None = None
         self._closed = False
-        self._scratch = Scratch(temp_dir)
+        self.scratch = Scratch(temp_dir)
         try:
+            self._splits = [_check(self.scratch, folder, split, verify_hashes) for folder in self._folders]
+            for one in self._splits:
+                check_masks(one, recall_beta, switch_beta)
+            self.seq_length = _common_length(self._splits)
+            self.num_sequences = sum(one.num_sequences for one in self._splits)
+            self._shares = _shares(proportions, self._splits)
+            self.samples_per_epoch = _samples_per_epoch(self._splits, self._shares, global_batch, canonical_nodes)
+            self._fingerprint = self._order(seed, shuffle, canonical_nodes)
             self._dataset = self._open(micro_batch, replication)
             self._dataloader = StreamingDataLoader(
                 self._dataset,
@@ -137,8 +130,20 @@ class TrainLoader:
                 generator=torch.Generator(),  # else every epoch would draw from the training's own generator
             )
         except BaseException:
-            self._scratch.close()
+            self.scratch.close()
             raise
+
+    def _order(self, seed: int, shuffle: bool, canonical_nodes: int) -> dict[str, Any]:
+        """All that the order of sequences depends on."""
+        return {
+            "index_hash": "+".join(one.index_hash for one in self._splits),
+            "proportions": [round(share, 9) for share in self._shares],
+            "seq_length": self.seq_length,
+            "seed": seed,
+            "global_batch": self._global_batch,
+            "shuffle": SHUFFLE if shuffle else "none",
+            "canonical_nodes": canonical_nodes,
+        }
 
     def _open(self, micro_batch: int, replication: int) -> "_Sequences":
         order = self._fingerprint
@@ -146,7 +151,7 @@ class TrainLoader:
             raise UserError(f"seed is {order['seed']}; give a number of at least 0")
         # the library warns at every epoch that positions must not be counted by rank; they are not
         logging.getLogger("streaming.base.dataset").setLevel(logging.ERROR)
-        with self._scratch.own_names():
+        with self.scratch.own_names():
             dataset = _Sequences(
                 streams=self._streams(),
                 batch_size=micro_batch,
@@ -162,7 +167,7 @@ class TrainLoader:
         if nodes % canonical_nodes and canonical_nodes % nodes:
             raise UserError(f"data.canonical_nodes {canonical_nodes} and {nodes} nodes: one must divide the other")
         if dataset._unique_rank_world.is_local_leader:
-            self._scratch.note_segments(dataset._shm_prefix_int)
+            self.scratch.note_segments(dataset._shm_prefix_int)
         return dataset
 
     def _streams(self) -> list[Stream]:
@@ -256,7 +261,7 @@ class TrainLoader:
         if self._dataloader._iterator is not None:
             self._dataloader._iterator._shutdown_workers()
         self._dataset.release()
-        self._scratch.close()
+        self.scratch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -379,11 +384,16 @@ def _folders(shards: Any, proportions: Sequence[float] | None) -> list[ShardFold
     return folders
 
 
-def _check(folder: ShardFolder, split: str, verify_hashes: bool) -> Split:
-    if folder.url is None:
-        return check_split(folder.path / split, verify_hashes=verify_hashes)
-    folder.check_originals(split)  # hashes are checked as shards arrive
-    return check_split(folder.path / split, has_shards=False)
+def _check(scratch: Scratch, folder: ShardFolder, split: str, verify_hashes: bool) -> Split:
+    """The split, checked by one rank of this host for all of them, which raise the same sentence if it is damaged."""
+
+    def check() -> dict[str, Any]:
+        if folder.url is None:
+            return split_facts(check_split(folder.path / split, verify_hashes=verify_hashes))
+        folder.check_originals(split)  # hashes are checked as shards arrive
+        return split_facts(check_split(folder.path / split, has_shards=False))
+
+    return Split(**once_per_host(scratch.folder, f"{split} {folder.url} {folder.path} {verify_hashes}", check))
 
 
 def _common_length(splits: Sequence[Split]) -> int:

@@ -7,6 +7,7 @@ processes only.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +25,7 @@ from streaming.base.shared import prefix as library_prefix
 
 SHARED_MEMORY = Path("/dev/shm")
 NUMBERS = 10**9  # so many jobs' first numbers; the names stay short
+PATIENCE = 1.0  # seconds that a process waits to leave in order; another one removes the folder then
 
 
 class Scratch:
@@ -36,10 +39,10 @@ class Scratch:
             self.folder = Path(tempfile.mkdtemp(prefix="longpitch-"))
         else:
             self.folder = Path(temp_dir).absolute() / socket.gethostname()
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(self.folder):
             _sweep(self.folder)
-        handle, name = tempfile.mkstemp(prefix=f"process-{os.getpid()}-", suffix=".json", dir=self.folder)
-        os.close(handle)
+            handle, name = tempfile.mkstemp(prefix=f"process-{os.getpid()}-", suffix=".json", dir=self.folder)
+            os.close(handle)
         self._note = Path(name)
         self.close = weakref.finalize(self, _withdraw, self._note, temp_dir is not None)
 
@@ -65,16 +68,56 @@ class Scratch:
             self._note.write_text(json.dumps({"prefix": prefix, "inode": inode}))
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make the folder; no other process comes or goes meanwhile, so that none is removed that has just been entered."""
+    while (descriptor := _enter(folder)) is None:
+        pass  # the last process of before removed it meanwhile
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _enter(folder: Path) -> int | None:
+    """An open and locked descriptor of the folder that lies there now, or None."""
+    with contextlib.suppress(FileNotFoundError):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+        os.close(descriptor)
+    return None
+
+
 def _withdraw(note: Path, has_shared_parent: bool) -> None:
     """Remove a process's note; the last process of the host removes the folder."""
     if _process_of(note) != os.getpid():  # a forked child holds a copy of what its parent must close
         return
     note.unlink(missing_ok=True)
-    if not _living_notes(note.parent):
-        shutil.rmtree(note.parent, ignore_errors=True)
-        if has_shared_parent:
-            with contextlib.suppress(OSError):  # other hosts may still use it
-                note.parent.parent.rmdir()
+    with contextlib.suppress(OSError):
+        descriptor = os.open(note.parent, os.O_RDONLY)
+        try:
+            if _locked(descriptor) and not _living_notes(note.parent):
+                shutil.rmtree(note.parent, ignore_errors=True)
+                if has_shared_parent:
+                    with contextlib.suppress(OSError):  # other hosts may still use it
+                        note.parent.parent.rmdir()
+        finally:
+            os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock, but not for ever: garbage collection may withdraw a process that is just coming in."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def _locals(prefix: int) -> Path:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep.cache import open_shards
 from data_prep.guard import DataError, read_manifest
+from data_prep.host import host_folder
 from data_prep.tokenizer import document_bos
 from recipes.errors import UserError
 from recipes.load import read_model, save_recipe
@@ -31,7 +32,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
-        self.temp = self.path / "tmp"
+        self.temp = host_folder(self.path).with_suffix(".job")
         self._lock = None
         self.logs.mkdir(parents=True, exist_ok=True)
         if rank == 0:
@@ -127,7 +128,7 @@ def find_shards(run: Path, named: str | None = None) -> Path:
     shards = named or OmegaConf.select(recipe, "data.shards")
     if shards is None:
         raise UserError(f"{run / 'recipe.yaml'} names no data.shards; give data.shards=FOLDER, or add it there")
-    return open_shards(shards, OmegaConf.select(recipe, "data.cache") or run / "cache").path
+    return open_shards(shards, OmegaConf.select(recipe, "data.cache") or host_folder(run) / "cache").path
 
 
 def _step_of(line: str) -> int | None:

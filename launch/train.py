@@ -15,6 +15,7 @@ from data_prep.batch import MicroBatch
 from data_prep.cache import ShardFolder, open_shards
 from data_prep.guard import check_manifest, read_manifest
 from data_prep.heldout import EvalReader
+from data_prep.host import host_folder
 from data_prep.loader import TrainLoader
 from launch.failures import name_ranks
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
@@ -116,6 +117,7 @@ class Trainer:
         self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
         self.engine = self._build_engine()
         self.loader = self._open_loader()
+        self.heldout_reader = self._open_heldout() if self.heldout else None
         client = self._resume()
         if client is not None:
             self.step, self.tokens = client["step"], client["tokens"]
@@ -130,7 +132,7 @@ class Trainer:
     def _open_shards(self, shards: str) -> ShardFolder:
         data = self.recipe.data
         limit = int(data.cache_gib * 2**30)
-        return open_shards(shards, data.cache or os.path.join(self.recipe.run_dir, "cache"), limit)
+        return open_shards(shards, data.cache or host_folder(self.recipe.run_dir) / "cache", limit)
 
     def _check_shards(self) -> dict:
         """The manifest of `data.shards`; every folder must fit the model and have its tokenizer."""
@@ -209,6 +211,16 @@ class Trainer:
             verify_hashes=recipe.data.verify_hashes,
             timeout_seconds=recipe.data.timeout_seconds,
             temp_dir=self.run.temp,
+        )
+
+    def _open_heldout(self) -> EvalReader:
+        return EvalReader(
+            self.shards.path,
+            micro_batch=self.recipe.train.micro_batch,
+            dp_rank=self.layout.data_rank,
+            dp_size=self.layout.data,
+            max_sequences=self.recipe.train.eval_sequences,
+            scratch=self.loader.scratch,
         )
 
     def _resume(self) -> dict | None:
@@ -313,15 +325,8 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean unweighted loss over the held-out sequences."""
-        recipe = self.recipe
-        reader = EvalReader(
-            self.shards.path,
-            micro_batch=recipe.train.micro_batch,
-            dp_rank=self.layout.data_rank,
-            dp_size=self.layout.data,
-            max_sequences=recipe.train.eval_sequences,
-        )
-        return self.engine.evaluate(self.model_input(batch) for batch in reader)
+        assert self.heldout_reader is not None
+        return self.engine.evaluate(self.model_input(batch) for batch in self.heldout_reader)
 
     def save(self) -> None:
         """Write a checkpoint of the state after the last finished step."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.host import host_folder
 from launch.train import Trainer, short_collections
 from megatron_ext.router import leak_draw
 from recipes.load import load_recipe
@@ -335,7 +336,7 @@ def test_killed_run_goes_on_bit_equal(runs, shards):
 
     codes, output = finish(start(run_dir, shards))
     assert codes == [0, 0] and "already trained to step 20" in output
-    assert not (run_dir / "tmp").exists()
+    assert not host_folder(run_dir).with_suffix(".job").exists()
 
 
 def test_two_jobs_do_not_share_a_run_directory(runs, shards):
