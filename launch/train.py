@@ -114,6 +114,7 @@ class Trainer:
         self.run = RunDirectory(recipe.run_dir, rank=self.layout.rank)
         self.resumed_from = checkpoint.newest_complete(self.run.checkpoints)
         self.step, self.tokens = 0, 0
+        self.skipped = 0  # steps of the whole run that were not finite
         self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
         self.engine = self._build_engine()
         self.loader = self._open_loader()
@@ -121,10 +122,10 @@ class Trainer:
         client = self._resume()
         if client is not None:
             self.step, self.tokens = client["step"], client["tokens"]
-            self.open_fraction = client.get("open_fraction", 1.0)  # not in the oldest checkpoints
+            self.open_fraction = client.get("open_fraction", 1.0)  # these two are not in all checkpoints
+            self.skipped = client.get("skipped", 0)
             self.loader.load_state_dict(client["data"])
             dist.barrier()  # a rank that is done at once must not take away what another still attaches to
-        self.skipped = 0
         self.stop_signal: int | None = None
 
     # setting up
@@ -342,6 +343,7 @@ class Trainer:
             "tokens": self.tokens,
             "data": self.loader.state_dict(),
             "open_fraction": self.open_fraction,
+            "skipped": self.skipped,
         }
         path = checkpoint.save(
             self.engine, self.run.checkpoints, step=self.step, facts=facts, client=client, keep=recipe.checkpoint.keep

@@ -121,15 +121,13 @@ def ds_config(
     }
 
 
-def initialize(model: nn.Module, optimizer, scheduler, config: dict, device: torch.device):
+def initialize(model: nn.Module, optimizer, config: dict, device: torch.device):
     """`deepspeed.initialize` with our groups; returns the engine."""
     deepspeed = _import_deepspeed(device)
     if device.type == "cpu":
         avoid_compiler_on_cpu()
     prepare_for_checkpoints(model)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=ModelParallelUnit()
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
     if config["bf16"]["enabled"] and config["zero_optimization"]["stage"] == 0:
         _undo_trial_step(engine.optimizer)
     return engine
@@ -142,6 +140,19 @@ def _undo_trial_step(optimizer) -> None:
     """
     optimizer.optimizer.state.clear()
     optimizer.refresh_fp32_params()
+
+
+def set_constants(engine, groups: list[dict], *, clip: float) -> None:
+    """Give the optimizer its constants, at every step: loading a checkpoint puts those of the checkpoint there.
+
+    Args:
+        groups: for each group of parameters, in its order, the values by their names in torch's optimizer.
+        clip: largest gradient norm, 0 for none; where the optimizer clips by itself.
+    """
+    for group, constants in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update(constants)
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = clip
 
 
 def stage0_grad_norm(model: nn.Module, tensor_group: Group) -> float:
@@ -304,15 +315,11 @@ def convert_to_universal(checkpoint: Path, tag: str) -> str:
 
 
 def load_universal(engine, checkpoint: Path, tag: str) -> tuple[str | None, dict]:
-    """`engine.load_checkpoint` of a converted checkpoint, with two faults of stage 3 mended.
+    """`engine.load_checkpoint` of a converted checkpoint, with a fault of stage 3 mended.
 
-    It gives all parameters one and the same step counter, which AdamW then advances once for each of them, and every
-    parameter group the weight decay of the first.
+    It gives all parameters one and the same step counter, which AdamW then advances once for each of them.
     """
-    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
     loaded = load_checkpoint(engine, checkpoint, tag)
-    for group, decay in zip(engine.optimizer.param_groups, decays, strict=True):
-        group["weight_decay"] = decay
     states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
     for state in states.values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -77,7 +77,10 @@ def penalty_at(step: int, settings: PenaltySettings) -> float:
 
 
 def lr_at(step: int, settings: OptimizerSettings) -> float:
-    """Learning rate of step `step` (the first is 0): linear up to lr in the warm-up, cosine to min_lr at the end."""
+    """Learning rate of step `step` (the first is 0): linear up to lr in the warm-up, cosine to min_lr at the end.
+
+    A step that was skipped counts like any other, here and in `penalty_at`.
+    """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     span = max(1, settings.steps - 1 - settings.warmup_steps)
@@ -110,21 +113,24 @@ def freeze_parameters(model: nn.Module, patterns: list[str], train_only: Sequenc
     return frozen
 
 
-def _optimizer(model: nn.Module, settings: OptimizerSettings, device: torch.device):
-    """AdamW with weight decay on matrices only, and its schedule (the scheduler multiplies a base rate of 1)."""
+def _decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay is for this parameter: matrices only."""
+    return parameter.dim() >= 2
+
+
+def _optimizer(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if _decays(p)], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=1.0,
+        lr=lr_at(0, settings),
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         fused=device.type == "cuda",
     )
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, settings))
 
 
 class TrainEngine:
@@ -148,7 +154,9 @@ class TrainEngine:
         self.frozen = frozenset(freeze_parameters(model, settings.freeze, settings.train_only))  # names
         self.gates = sum(isinstance(module, Router) for module in model.modules())  # pruned layers have none
         model.to(layout.device)
-        optimizer, scheduler = _optimizer(model, settings, layout.device)
+        optimizer = _optimizer(model, settings, layout.device)
+        constants = ("weight_decay", "betas", "eps")
+        self._constants = [{key: group[key] for key in constants} for group in optimizer.param_groups]
         config = deepspeed_compat.ds_config(
             zero_stage=zero_stage,
             dtype=dtype,
@@ -157,7 +165,7 @@ class TrainEngine:
             clip=settings.clip,
             load_universal=load_universal,
         )
-        self.deepspeed = deepspeed_compat.initialize(model, optimizer, scheduler, config, layout.device)
+        self.deepspeed = deepspeed_compat.initialize(model, optimizer, config, layout.device)
         deepspeed_compat.register_output_weight(model, zero_stage)
         self.model = model
 
@@ -171,8 +179,8 @@ class TrainEngine:
         """Forward, backward and update over `accumulation` micro-batches."""
         assert len(batches) == self.accumulation
         self.deepspeed.train()
-        step = self.deepspeed.global_steps - self.deepspeed.skipped_steps
-        lr = lr_at(step, self.settings)
+        step = self.deepspeed.global_steps  # with the skipped ones
+        lr = self._set_constants(step)
         (weight_sum,) = self._totals(sum(batch.weights.double().sum() for batch in batches))
         penalty_weight = self._weigh_penalty(batches, step)
         ranks = group_size(self.layout.data_context_group)
@@ -196,6 +204,13 @@ class TrainEngine:
             aux=penalty_weight * penalty_sum,
             applied=applied and math.isfinite(mean_loss),
         )
+
+    def _set_constants(self, step: int) -> float:
+        """Give the optimizer the recipe's constants and the rate of this step; returns the rate."""
+        lr = lr_at(step, self.settings)
+        groups = [constants | {"lr": lr} for constants in self._constants]
+        deepspeed_compat.set_constants(self.deepspeed, groups, clip=self.settings.clip)
+        return lr
 
     def _weigh_penalty(self, batches: list[ModelInput], step: int) -> float:
         """Tell the layers the weight that each sum of p^2 has in this step's loss; returns it."""

@@ -203,7 +203,9 @@ class TrainConfig:
     gate_penalty_ramp: int | None = None  # steps from there over which it grows linearly; None: until the last step
     train_only: list[str] = field(default_factory=list)  # regular expressions of the names that train; empty: all
     freeze: list[str] = field(default_factory=list)  # regular expressions of parameter names that do not train
-    skip_nonfinite: int = 0  # steps with a non-finite loss or gradient that are dropped before the run stops
+    skip_nonfinite: int = 0
+    # steps of the whole run whose loss or gradient may be not finite before it stops; they leave the weights alone and
+    # count like any other: in the schedule, in the metrics and for the data
     eval_interval: int = 0  # steps; 0: only at the end
     eval_sequences: int = 32  # held-out sequences; 0 turns evaluation off
     log_interval: int = 1  # steps between TensorBoard points and progress lines; metrics.jsonl has every step
