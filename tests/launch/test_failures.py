@@ -112,6 +112,7 @@ RANKS = """
 import os, sys
 from multiprocessing import Process
 import torch.distributed as dist
+from tests.distributed import free_port
 def one(rank, port):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -122,9 +123,10 @@ def one(rank, port):
     if rank == 5:
         report(UserError("found by one"))
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    ranks = [Process(target=one, args=(rank, store.port)) for rank in range(8)]
-    for rank in ranks: rank.start()
+    port = free_port()
+    ranks = [Process(target=one, args=(rank, port)) for rank in range(8)]
+    for rank in ranks: rank.start()  # before the store has threads, which a fork would leave behind
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for rank in ranks: rank.join()
 """
 
