@@ -250,7 +250,9 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a library that is compiled for the first time
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found" on a CPU
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel is to be renamed
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 

@@ -13,6 +13,7 @@ from launch.run_directory import find_shards, model_of
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from recipes.errors import UserError
 from recipes.schema import ModelConfig
 
 
@@ -53,6 +54,11 @@ def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: i
     """
     home = step.parent.parent
     shards, own = find_shards(home, named), home / "tokenizer"
+    if "heldout" not in read_manifest(shards)["splits"]:
+        raise UserError(
+            f"{shards} has no held-out split to measure on; give data.shards=FOLDER of shards that were prepared with "
+            "data.heldout_fraction above 0"
+        )
     check_manifest(
         shards,
         seq_length=read_manifest(shards)["seq_length"],

@@ -17,13 +17,15 @@ def draw_losses(runs: list[Path], out: Path) -> None:
     """Training and held-out loss over tokens, with the unigram entropy of the held-out text as a dashed line.
 
     Raises:
-        UserError: a run without metrics.
+        UserError: a run without metrics of a step.
     """
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
         if not (run / "metrics.jsonl").exists():
             raise UserError(f"{run}: no metrics.jsonl there; name the run_dir of a run that has trained a step")
-        records = [record for record in read_metrics(run / "metrics.jsonl") if record["loss"] is not None]
+        records = [record for record in read_metrics(run / "metrics.jsonl") if record.get("loss") is not None]
+        if not records:
+            raise UserError(f"{run}: its metrics.jsonl holds no step with a finite loss; train a step of it first")
         (line,) = axes.plot([r["tokens"] for r in records], [r["loss"] for r in records], label=run.name, linewidth=1)
         held_out = [(r["tokens"], r["heldout_loss"]) for r in records if "heldout_loss" in r]
         if held_out:

@@ -1,7 +1,6 @@
 """The folder of one run: recipe, metrics, TensorBoard, checkpoints, logs, and the lock that keeps two jobs apart."""
 
 import fcntl
-import json
 import logging
 import platform
 import subprocess
@@ -9,6 +8,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import orjson
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
@@ -69,15 +69,17 @@ class RunDirectory:
         """Drop the metrics of steps after `step`, which will be trained again; they are kept in logs/."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text().splitlines()
-        kept = [line for line in lines if (number := _step_of(line)) is not None and number <= step]
-        dropped = [line for line in lines if line not in set(kept)]
-        if not dropped:
+        kept, dropped = [], []
+        content = self.metrics.read_bytes()
+        for line in content.splitlines():
+            record = _record(line)
+            (kept if record is not None and record["step"] <= step else dropped).append(line + b"\n")
+        if b"".join(kept) == content:
             return
-        with open(self.logs / "replaced_metrics.jsonl", "a") as file:
-            file.writelines(line + "\n" for line in dropped)
+        with open(self.logs / "replaced_metrics.jsonl", "ab") as file:
+            file.writelines(dropped)
         aside = self.metrics.with_suffix(".partial")
-        aside.write_text("".join(line + "\n" for line in kept))
+        aside.write_bytes(b"".join(kept))
         aside.rename(self.metrics)
 
     def close(self) -> None:
@@ -90,8 +92,8 @@ class RunDirectory:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The metrics of a run, one dict a step, without a last line that a kill cut off."""
-    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) is not None]
+    """The metrics of a run, one dict a step, without a line that a kill cut off or a disk damaged."""
+    return [record for line in path.read_bytes().splitlines() if (record := _record(line)) is not None]
 
 
 def model_of(run: Path) -> ModelConfig:
@@ -131,11 +133,13 @@ def find_shards(run: Path, named: str | None = None) -> Path:
     return open_shards(shards, OmegaConf.select(recipe, "data.cache") or host_folder(run) / "cache").path
 
 
-def _step_of(line: str) -> int | None:
+def _record(line: bytes) -> dict | None:
+    """A line of metrics.jsonl, None where it is none: whatever bytes it holds."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
         return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _versions() -> dict[str, str]:

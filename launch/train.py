@@ -284,7 +284,7 @@ class Trainer:
         record = {
             "step": self.step,
             "loss": result.loss,
-            "aux": result.aux,
+            **({"aux": result.aux} if self.engine.gates else {}),
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": self.tokens,

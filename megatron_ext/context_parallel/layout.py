@@ -112,6 +112,8 @@ def _join_world(device: torch.device, timeout_seconds: float) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
+        if device.type == "cuda":  # a barrier would guess the device of a group that has not been used, and say so
+            dist.all_reduce(torch.zeros(1, device=device))
     else:  # one process, no launcher: no port to open, but the libraries below read the same variables
         os.environ.update(_ALONE)
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())

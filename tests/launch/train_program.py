@@ -54,7 +54,7 @@ def run_job(job: dict, rank: int) -> dict:
     return {
         "losses": [record["loss"] for record in records],
         "norms": [record["grad_norm"] for record in records],
-        "aux": [record["aux"] for record in records],
+        "aux": [record.get("aux", 0) for record in records],
         "open": [record.get("open_fraction") for record in records],
         "heldout": records[-1].get("heldout_loss"),
         "steps": [record["step"] for record in records],
