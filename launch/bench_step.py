@@ -26,8 +26,9 @@ from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import slice_context
 from recipes.errors import UserError
+from recipes.kinds import KINDS
 from recipes.load import check_world
-from recipes.schema import L2A_KINDS, Recipe
+from recipes.schema import Recipe
 
 FA2 = "-fa2"
 # names of GPU kernels -> what they do; the first that matches counts, the rest are elementwise work and norms
@@ -95,7 +96,8 @@ def _with_kind(recipe: Recipe, kind: str) -> Recipe:
     kind = kind.removesuffix(FA2)
     model = replace(recipe.model, attention=replace(recipe.model.attention, kind=kind))
     train = recipe.train
-    if kind not in L2A_KINDS or kind == "context_free":
+    gate = KINDS[kind].gate
+    if gate is None or not gate.learned:
         train = replace(train, train_only=[pattern for pattern in train.train_only if pattern != "router"])
     return replace(recipe, model=model, train=train)
 

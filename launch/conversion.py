@@ -24,8 +24,9 @@ from megatron_ext.hugging_face.importer import Importer
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
 from megatron_ext.model import weight_shapes
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights, new_folder
-from recipes.load import RecipeError, check_model, override_model
-from recipes.schema import ATTENTION_KINDS, ModelConfig
+from recipes.kinds import ATTENTION_KINDS
+from recipes.load import RecipeError, check_model, override_model, resolved
+from recipes.schema import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # what an import may set; everything else is as the weights are
@@ -128,7 +129,7 @@ def write_recipe(folder: Path, final: Path, model: ModelConfig, origin: str, **d
         origin: where the weights come from, in words.
         data: keys of the data section beside the tokenizer.
     """
-    section = OmegaConf.structured(replace(model, init_from=str(final)))
+    section = resolved(replace(model, init_from=str(final)))
     recipe = OmegaConf.create({"model": section, "data": {"tokenizer": str(final / "tokenizer"), **data}})
     head = f"# The model made by `longpitch convert`: {origin}.\n# Use it as `base:` of a training recipe.\n"
     (folder / "recipe.yaml").write_text(head + OmegaConf.to_yaml(recipe))

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from launch.overrides import check_changes
+from recipes.kinds import ATTENTION_KINDS, KINDS
 from recipes.load import read_model
-from recipes.schema import ATTENTION_KINDS, KEYS_OF_TRAINED
 
 app = typer.Typer(no_args_is_help=True, help="Hugging Face models in and out; pruned models.")
 
@@ -30,7 +30,7 @@ def import_command(
 
     made = import_model(source, out, attention, overrides or [])
     typer.echo(f"wrote {made}; use it as `base: {made}/recipe.yaml`, or as model.init_from={made}")
-    if "window" in KEYS_OF_TRAINED[attention]:
+    if "window" in KINDS[attention].keys:
         window = read_model(made / "recipe.yaml").attention.window
         typer.echo(f"its window is {window} tokens; model.attention.window=N sets another, here and in a recipe")
 

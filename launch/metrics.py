@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from launch.run_directory import read_metrics
 from megatron_ext.model import head_dim
-from recipes.schema import L2A_KINDS, ModelConfig
+from recipes.kinds import KINDS
+from recipes.schema import ModelConfig
 
 # dense bf16 of the vendor's data sheets, FLOP/s; a device that is not here gets no mfu
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -32,31 +33,20 @@ def flops_per_token(model: ModelConfig, open_fraction: float = 1.0, frozen: Coll
         open_fraction: L2A kinds: share of the queries that look back, the mean over all layers.
         frozen: names of the parameters that do not train.
     """
-    width, attention = head_dim(model), model.attention
-    window = min(attention.window + 1, model.seq_length / 2)
-    attended = {
-        "dense": model.seq_length / 2,
-        "swa": window,
-        "freesolo": window + attention.top_k * attention.cell_size,
-        "freesolo_l": window + attention.top_k * attention.cell_size,
-        "l2a": window + open_fraction * model.seq_length / 2,
-        "l2a_shared": window + open_fraction * model.seq_length / 2,
-        "context_free": window + attention.open_probability * model.seq_length / 2,
-        "l2a_freesolo": window + open_fraction * attention.top_k * attention.cell_size,
-    }[attention.kind]
+    attended = KINDS[model.attention.kind].attended(model, open_fraction)
     weights = sum((4.0 if name in frozen else 6.0) * size for name, size in multiplied_weights(model).items())
-    return weights + 12.0 * model.num_layers * model.num_heads * width * attended
+    return weights + 12.0 * model.num_layers * model.num_heads * head_dim(model) * attended
 
 
 def multiplied_weights(model: ModelConfig) -> dict[str, int]:
     """How many weights of each large matrix multiply one token, by parameter name; those used twice count twice."""
     q, kv = (heads * head_dim(model) for heads in (model.num_heads, model.num_kv_heads or model.num_heads))
     looks = {"linear_qkv": model.hidden_size * (q + 2 * kv), "linear_proj": q * model.hidden_size}
-    found = {}
+    kind, found = KINDS[model.attention.kind], {}
     for layer in range(model.num_layers):
         prefix = f"decoder.layers.{layer}."
-        second = model.attention.kind in L2A_KINDS and layer not in model.attention.closed_layers
-        shared = second and model.attention.kind == "l2a_shared"
+        second = kind.global_reads is not None and layer not in model.attention.closed_layers
+        shared = second and kind.shared_projections
         for name, size in looks.items():
             found[f"{prefix}self_attention.{name}.weight"] = size * (2 if shared else 1)
             if second and not shared:

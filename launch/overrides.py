@@ -6,11 +6,11 @@ Imports neither torch nor megatron-core, so that a misspelt key is refused in a 
 from pathlib import Path
 
 from recipes.errors import UserError
+from recipes.kinds import KINDS
 from recipes.load import RecipeError, check_model, override_model, read_model
-from recipes.schema import KEYS_OF_TRAINED, ModelConfig
+from recipes.schema import ModelConfig
 
 SHARDS = "data.shards="
-EVERY_KIND = ("kind", "backend", "rope_base", "document_mask", "restart_positions")
 
 
 def split_shards(overrides: list[str] | None) -> tuple[str | None, list[str]]:
@@ -31,7 +31,7 @@ def changed_model(model: ModelConfig, overrides: list[str], *, length: bool = Fa
     changed = override_model(model, overrides)
     kind = changed.attention.kind
     check_model(changed)
-    attention = (*EVERY_KIND, *KEYS_OF_TRAINED[kind])
+    attention = KINDS[kind].changeable_keys
     known = {f"model.attention.{key}" for key in attention} | ({"model.seq_length"} if length else set())
     for override in overrides:
         if override.partition("=")[0] not in known:

@@ -21,10 +21,10 @@ from megatron_ext.model import LanguageModel, head_dim, weight_shapes
 from megatron_ext.router import Router
 from megatron_ext.weights import new_folder
 from recipes.errors import UserError
+from recipes.kinds import KINDS, kinds_with
 from recipes.load import RecipeError
 from recipes.schema import ModelConfig
 
-PRUNED_KINDS = ("l2a", "l2a_shared", "l2a_freesolo")  # those with learned gates
 NEVER = 2.0  # a threshold that no probability reaches
 
 
@@ -65,7 +65,7 @@ def prune(
     home = step.parent.parent
     named, changes = split_shards(overrides)
     model = changed_model(model_of(home), changes)
-    if model.attention.kind not in PRUNED_KINDS:
+    if not KINDS[model.attention.kind].prunable:
         raise UserError(f"{home} is a model of kind {model.attention.kind}; {_why_not(model.attention.kind)}")
     shards, reader = open_heldout(step, model, named, sequences)
     with new_folder(out) as folder, one_process(device):
@@ -86,9 +86,9 @@ def prune(
 
 
 def _why_not(kind: str) -> str:
-    if kind == "context_free":
+    if KINDS[kind].gate is not None:
         return "its gates open by chance, in all layers alike, so counting them tells nothing; l2a learns its gates"
-    return f"only {', '.join(PRUNED_KINDS)} have gates that are learned and can be pruned"
+    return f"only {', '.join(kinds_with(lambda one: one.prunable))} have gates that are learned and can be pruned"
 
 
 def _measure(built: LanguageModel, model: ModelConfig, reader: EvalReader, min_closed: float) -> Pruned:

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,9 @@ from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from recipes.errors import UserError
-from recipes.load import accumulation_steps, check_world
-from recipes.schema import L2A_KINDS, ModelConfig, Recipe, TrainConfig
+from recipes.kinds import KINDS
+from recipes.load import accumulation_steps, check_world, resolved
+from recipes.schema import ModelConfig, Recipe, TrainConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAMPLES_SAID, LAYERS_SAID = 16, 4  # in the sentence about a step that is not finite
@@ -43,11 +43,11 @@ class TrainingError(UserError):
 
 def model_facts(model: ModelConfig) -> dict:
     """What makes two models the same one, as complete.json keeps it."""
-    facts = asdict(model)
+    facts = resolved(model)
     for key in NOT_THE_MODEL:
         del facts[key]
     for key in NOT_THE_ATTENTION:
-        del facts["attention"][key]
+        facts["attention"].pop(key, None)
     return facts
 
 
@@ -87,7 +87,7 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
         steps=train.steps, lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay, beta1=train.beta1, beta2=train.beta2, eps=train.adam_eps, clip=train.clip,
         train_only=train.train_only, freeze=train.freeze,
-        penalty=penalty_settings(train) if recipe.model.attention.kind in L2A_KINDS else None,
+        penalty=penalty_settings(train) if KINDS[recipe.model.attention.kind].gate else None,
     )  # fmt: skip
 
 

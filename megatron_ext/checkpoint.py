@@ -22,7 +22,8 @@ from megatron_ext.model import LanguageModel
 from megatron_ext.tensor_parallel import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 from recipes.errors import UserError
-from recipes.schema import L2A_KINDS, ModelConfig
+from recipes.kinds import KINDS
+from recipes.schema import ModelConfig
 
 TAG = "state"
 MARK = "complete.json"
@@ -310,7 +311,7 @@ def load_weights(model: LanguageModel, checkpoint: Path, config: ModelConfig) ->
             f"{checkpoint} has {left[0]}{f' and {len(left) - 1} more' * (len(left) > 1)}, for which this model has no "
             "place; check model.attention (kind, closed_layers) and tie_embeddings"
         )
-    gates_are_new = saved_model["attention"]["kind"] not in L2A_KINDS
+    gates_are_new = KINDS[saved_model["attention"]["kind"]].gate is None
     for name, own in ours.items():
         if own is None:
             continue
@@ -336,7 +337,7 @@ def load_masters(engine: TrainEngine, checkpoint: Path) -> None:
     Frozen weights have no such copy. Read one by one, so that nobody holds the model in fp32.
     """
     state = stored_weights(checkpoint)
-    gates_are_new = read_facts(checkpoint)["model"]["attention"]["kind"] not in L2A_KINDS
+    gates_are_new = KINDS[read_facts(checkpoint)["model"]["attention"]["kind"]].gate is None
     group = engine.layout.tensor_group
     ranks = {"rank": group_rank(group), "ranks": group_size(group)}
 

@@ -1,6 +1,5 @@
 """Layer specs: the stock megatron-core layer with its core attention swapped, and for the L2A kinds a second look."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -14,6 +13,7 @@ from megatron_ext.attention import FreeSoloAttention, HeadNorm, SharedAttention,
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
 from megatron_ext.router import ContextFreeGate, Router
 from recipes.errors import UserError
+from recipes.kinds import CELLS, KINDS, POOL, WINDOW, AttentionKind, kinds_with
 from recipes.schema import AttentionConfig, ModelConfig
 
 
@@ -47,67 +47,52 @@ class RecomputedL2ALayer(_Recomputed, L2ALayer):
     """The L2A layer, recomputed; what it draws is a function of the step, so both passes draw alike."""
 
 
-def _dense(attention: AttentionConfig) -> ModuleSpec:
-    return ModuleSpec(module=WindowAttention, params={"window": None, "backend": attention.backend})
-
-
-def _swa(attention: AttentionConfig) -> ModuleSpec:
-    return ModuleSpec(module=WindowAttention, params={"window": attention.window, "backend": attention.backend})
-
-
 # constants of FreeSolo that its core attention is built with
 _FREESOLO = ("backend", "window", "cell_size", "query_block", "top_k", "sigma", "lam", "recent", "eps", "alpha_init")
 
 
-def _freesolo(attention: AttentionConfig, retain: int | None = None) -> ModuleSpec:
+def _window(attention: AttentionConfig, window: int | None) -> ModuleSpec:
+    return ModuleSpec(module=WindowAttention, params={"window": window, "backend": attention.backend})
+
+
+def _freesolo(attention: AttentionConfig, retain: int | None) -> ModuleSpec:
     params = {name: getattr(attention, name) for name in _FREESOLO} | {"retain": retain}
     return ModuleSpec(module=FreeSoloAttention, params=params)
 
 
-def _freesolo_l(attention: AttentionConfig) -> ModuleSpec:
-    return _freesolo(attention, retain=attention.retain)
+def _core_attention(kind: AttentionKind, attention: AttentionConfig) -> ModuleSpec:
+    """The module of a layer's attention (of an L2A layer's local one)."""
+    if kind.shared_projections:
+        return ModuleSpec(module=SharedAttention, params={"window": attention.window, "backend": attention.backend})
+    if POOL in kind.reads:
+        return _freesolo(attention, attention.retain)
+    if CELLS in kind.reads:
+        return _freesolo(attention, None)
+    return _window(attention, attention.window if WINDOW in kind.reads else None)
 
 
-def _shared(attention: AttentionConfig) -> ModuleSpec:
-    return ModuleSpec(module=SharedAttention, params={"window": attention.window, "backend": attention.backend})
-
-
-def _sparse_query(attention: AttentionConfig) -> ModuleSpec:
+def _global_attention(kind: AttentionKind, attention: AttentionConfig) -> ModuleSpec:
+    """The module of an L2A layer's global attention with projections of its own."""
+    if kind.global_reads is POOL:
+        return _freesolo(attention, attention.retain)
     return ModuleSpec(module=SparseQueryAttention, params={"backend": attention.backend})
 
 
-CORE_ATTENTIONS: dict[str, Callable[[AttentionConfig], ModuleSpec]] = {
-    "dense": _dense,
-    "swa": _swa,
-    "freesolo": _freesolo,
-    "freesolo_l": _freesolo_l,
-    "l2a": _swa,
-    "l2a_shared": _shared,
-    "l2a_freesolo": _swa,
-    "context_free": _swa,
-}
-# what the second attention of an L2A layer computes; None: the first one's module is used again
-GLOBAL_ATTENTIONS: dict[str, Callable[[AttentionConfig], ModuleSpec] | None] = {
-    "l2a": _sparse_query,
-    "l2a_shared": None,
-    "l2a_freesolo": _freesolo_l,
-    "context_free": _sparse_query,
-}
-KINDS_WITH_DOCUMENT_MASK = ("dense", "swa", "l2a", "l2a_shared", "context_free")
-
-
-def _gate(kind: str, attention: AttentionConfig) -> ModuleSpec:
-    if kind == "context_free":
+def _gate(kind: AttentionKind, attention: AttentionConfig) -> ModuleSpec:
+    if not kind.gate.learned:
         return ModuleSpec(module=ContextFreeGate, params={"open_probability": attention.open_probability})
     constants = {"temperature": attention.gate_temperature, "threshold": attention.gate_threshold}
     return ModuleSpec(module=Router, params=constants)
 
 
-def _with_second_look(kind: str, attention: AttentionConfig, layer: ModuleSpec, *, recompute: bool) -> ModuleSpec:
-    """The L2A layer whose first attention is that of `layer`."""
+def _with_global_attention(
+    kind: AttentionKind, attention: AttentionConfig, layer: ModuleSpec, *, recompute: bool
+) -> ModuleSpec:
+    """The L2A layer whose local attention is that of `layer`."""
     slots = {one.name: getattr(layer.submodules, one.name) for one in fields(layer.submodules)}
-    core = GLOBAL_ATTENTIONS[kind]
-    global_attention = None if core is None else _with_core(layer.submodules.self_attention, core(attention))
+    global_attention = None  # the local one's module is used again
+    if not kind.shared_projections:
+        global_attention = _with_core(layer.submodules.self_attention, _global_attention(kind, attention))
     return ModuleSpec(
         module=RecomputedL2ALayer if recompute else L2ALayer,
         params={"leak_probability": attention.leak_probability},
@@ -145,7 +130,7 @@ def layer_spec(
     """The spec of one decoder layer.
 
     Args:
-        kind: one of `recipes.schema.ATTENTION_KINDS`.
+        kind: a row of `recipes.kinds.KINDS`.
         attention: constants of the attention; None takes the recipe schema's defaults.
         qk_norm: RMSNorm on q and k per head (Qwen3).
         recompute: keep the layer's inputs only and compute it again in the backward.
@@ -154,20 +139,21 @@ def layer_spec(
         UserError: an unknown kind, or a document mask for a kind that cannot restart at a document's border.
     """
     attention = attention or AttentionConfig()
-    if kind not in CORE_ATTENTIONS:
-        raise UserError(f"attention kind {kind!r} is not one of {', '.join(CORE_ATTENTIONS)}")
-    if attention.document_mask and kind not in KINDS_WITH_DOCUMENT_MASK:
+    if kind not in KINDS:
+        raise UserError(f"attention kind {kind!r} is not one of {', '.join(KINDS)}")
+    row = KINDS[kind]
+    if attention.document_mask and not row.document_mask:
         raise UserError(
             f"attention kind {kind} cannot restart at document borders yet: "
-            f"set document_mask: false or use {' or '.join(KINDS_WITH_DOCUMENT_MASK)}"
+            f"set document_mask: false or use {' or '.join(kinds_with(lambda one: one.document_mask))}"
         )
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
     if qk_norm:
         heads = replace(stock.submodules.self_attention.submodules, q_layernorm=HeadNorm, k_layernorm=HeadNorm)
         attention_spec = replace(stock.submodules.self_attention, submodules=heads)
         stock = replace(stock, submodules=replace(stock.submodules, self_attention=attention_spec))
-    self_attention = _with_core(stock.submodules.self_attention, CORE_ATTENTIONS[kind](attention))
+    self_attention = _with_core(stock.submodules.self_attention, _core_attention(row, attention))
     layer = replace(stock, submodules=replace(stock.submodules, self_attention=self_attention))
-    if kind in GLOBAL_ATTENTIONS:
-        return _with_second_look(kind, attention, layer, recompute=recompute)
+    if row.gate is not None:
+        return _with_global_attention(row, attention, layer, recompute=recompute)
     return replace(layer, module=RecomputedLayer) if recompute else layer

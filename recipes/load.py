@@ -1,22 +1,24 @@
 """Reads a recipe: its `base:` files, itself and the overrides, merged into the typed schema and checked."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.errors import UserError
+from recipes.kinds import ATTENTION_KINDS, KINDS, kinds_with
 from recipes.schema import (
-    ATTENTION_KINDS,
     BACKENDS,
     BAD_DOCUMENT_POLICIES,
     DEVICES,
-    L2A_KINDS,
     PACKINGS,
     PENALTY_NORMS,
     PRECISIONS,
     SOURCE_FORMATS,
+    AttentionConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -40,7 +42,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         RecipeError: unreadable file, unknown key (with the nearest known one), wrong type, missing or impossible value.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), *_layers(Path(path), []), _parse(overrides or []))
+        layers = [*_layers(Path(path), []), _parse(overrides or [])]
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), *layers)
+        _drop_unused_keys(merged, layers)
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise RecipeError(f"{path}: no value for {', '.join(missing)}; set each in the recipe, or as key=value")
         recipe = OmegaConf.to_object(merged)
@@ -54,7 +58,7 @@ def save_recipe(recipe: Recipe, path: Path, **about_run: object) -> None:
     """Write the resolved recipe with facts about the run (versions, git state) as comments on top."""
     facts = [f"{name}: {value}" for name, value in about_run.items()]
     head = "".join(f"# {line}\n" for fact in facts for line in fact.splitlines())
-    path.write_text(head + OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+    path.write_text(head + OmegaConf.to_yaml(OmegaConf.create(resolved(recipe))))
 
 
 def _layers(path: Path, seen: list[Path]) -> list:
@@ -78,6 +82,44 @@ def _layers(path: Path, seen: list[Path]) -> list:
     if not (base is None or isinstance(base, str)):
         raise RecipeError(f"{path}: base is {base}, which is not the path of a recipe")
     return [*(_layers(path.parent / base, [*seen, path]) if base else []), layer]
+
+
+def _drop_unused_keys(merged: DictConfig, layers: list[DictConfig]) -> None:
+    """Put keys that the attention's kind does not use back to their defaults.
+
+    Those that a base gives may be of its own kind, which a later layer changed.
+
+    Raises:
+        RecipeError: such a key stands beside the `kind` that does not use it, or later.
+    """
+    kind = KINDS.get(merged.model.attention.kind)
+    if kind is None:
+        return  # refused by name afterwards
+    given = [_attention_keys(layer) for layer in layers]
+    chosen = max((number for number, keys in enumerate(given) if "kind" in keys), default=0)
+    known = AttentionConfig.__dataclass_fields__.keys()
+    for number, keys in enumerate(given):
+        for key in sorted((keys & known) - kind.keys):
+            if number >= chosen:
+                raise RecipeError(
+                    f"model.attention.{key}: attention kind {merged.model.attention.kind} does not use it; remove it "
+                    f"(kinds that do: {', '.join(kinds_with(lambda one, key=key: key in one.keys))})"
+                )
+            merged.model.attention[key] = getattr(AttentionConfig(), key)
+
+
+def _attention_keys(layer: DictConfig) -> set[str]:
+    attention = OmegaConf.select(layer, "model.attention")
+    return set(attention) if OmegaConf.is_dict(attention) else set()
+
+
+def resolved(section: Recipe | ModelConfig) -> dict[str, Any]:
+    """A recipe, or its model section, as plain values, without the attention's keys that its kind does not use."""
+    values = asdict(section)
+    attention = (values["model"] if isinstance(section, Recipe) else values)["attention"]
+    for key in attention.keys() - KINDS[attention["kind"]].keys:
+        del attention[key]
+    return values
 
 
 def _parse(overrides: list[str]):
@@ -123,7 +165,9 @@ def override_model(model: ModelConfig, overrides: list[str]) -> ModelConfig:
         if not override.startswith("model."):
             raise RecipeError(f"override {override!r}: only keys of the model section can be set here")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe(model=model)), _parse(overrides))
+        changes = _parse(overrides)
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe(model=model)), changes)
+        _drop_unused_keys(merged, [OmegaConf.create({"model": resolved(model)}), changes])
         return OmegaConf.to_object(merged.model)  # type: ignore[return-value] - the merge is structured
     except OmegaConfBaseException as error:
         raise RecipeError(_one_sentence(error)) from error
@@ -219,13 +263,14 @@ def _check_model(recipe: Recipe) -> None:
         _refuse("model.vocab_tokens", model.vocab_tokens, f"must be 1 to model.vocab_size {model.vocab_size}")
     if attention.closed_layers:
         _check_closed_layers(model)
-    if attention.query_block % attention.cell_size:
+    reads_cells = KINDS[attention.kind].reads_cells
+    if reads_cells and attention.query_block % attention.cell_size:
         _refuse(
             "model.attention.query_block",
             attention.query_block,
             f"is not a multiple of cell_size {attention.cell_size}",
         )
-    if attention.kind in ("freesolo", "freesolo_l", "l2a_freesolo") and model.seq_length < attention.query_block:
+    if reads_cells and model.seq_length < attention.query_block:
         _refuse(
             "model.seq_length",
             model.seq_length,
@@ -234,9 +279,7 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _check_closed_layers(model: ModelConfig) -> None:
-    layers, kind = model.attention.closed_layers, model.attention.kind
-    if kind not in L2A_KINDS:
-        _refuse("model.attention.closed_layers", layers, f"is for the kinds {', '.join(L2A_KINDS)}, not for {kind}")
+    layers = model.attention.closed_layers
     if len(set(layers)) != len(layers) or not all(0 <= layer < model.num_layers for layer in layers):
         _refuse("model.attention.closed_layers", layers, f"must name layers of 0 to {model.num_layers - 1}, each once")
 

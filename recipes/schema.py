@@ -9,8 +9,6 @@ from typing import Any
 
 MISSING: Any = "???"  # omegaconf's mark of a key that the recipe must give
 
-ATTENTION_KINDS = ("dense", "swa", "freesolo", "freesolo_l", "l2a", "l2a_shared", "l2a_freesolo", "context_free")
-L2A_KINDS = ("l2a", "l2a_shared", "l2a_freesolo", "context_free")  # a window, and a gate that opens a second look
 BACKENDS = ("auto", "reference", "triton")
 PRECISIONS = ("auto", "fp32", "bf16")
 PENALTY_NORMS = ("sequence", "token")
@@ -22,7 +20,7 @@ PACKINGS = ("concat", "best_fit", "long_first")
 
 @dataclass
 class AttentionConfig:
-    """Which attention a layer computes, and its constants. Keys that a kind does not use are ignored by it."""
+    """Which attention a layer computes, and its constants; a key that its kind does not use is refused."""
 
     kind: str = "freesolo"
     backend: str = "auto"  # auto | reference | triton
@@ -44,23 +42,6 @@ class AttentionConfig:
     closed_layers: list[int] = field(default_factory=list)  # L2A: layers (from 0) without a second look, as pruned
     document_mask: bool = False  # True: every packed document is as if alone
     restart_positions: bool = True  # with document_mask: RoPE positions start at 0 in every document
-
-
-_CELLS = ("cell_size", "query_block", "top_k", "eps")
-_POOL = ("retain", "recent")
-_GATE = ("gate_temperature", "gate_threshold")
-# keys of AttentionConfig that change what a trained model of a kind computes, beside those that belong to every kind;
-# closed_layers, sigma and lam are as its weights are
-KEYS_OF_TRAINED = {
-    "dense": (),
-    "swa": ("window",),
-    "freesolo": ("window", *_CELLS),
-    "freesolo_l": ("window", *_CELLS, *_POOL),
-    "l2a": ("window", *_GATE),
-    "l2a_shared": ("window", *_GATE),
-    "l2a_freesolo": ("window", *_CELLS, *_POOL, *_GATE),
-    "context_free": ("window", "open_probability"),
-}
 
 
 @dataclass

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_ext.model import head_dim
 from recipes.errors import UserError
-from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
+from recipes.kinds import EVERYTHING, KINDS, POOL, kinds_with
+from recipes.schema import AttentionConfig, ModelConfig
 
 
 class ConfigError(UserError):
@@ -36,10 +37,8 @@ FAMILIES = (
 )
 L2A_TYPE = "longpitch"  # model_type of an exported L2A model, run by modeling_longpitch.py
 MODELING = "modeling_longpitch"
-EXPORTED_L2A = L2A_KINDS
 # constants of the cells that l2a_freesolo's second look reads
 CELLS = ("cell_size", "query_block", "top_k", "retain", "recent", "sigma", "lam", "eps")
-EXPORTED_KINDS = ("dense", "swa", *EXPORTED_L2A)
 # values under which a key means what our layers compute
 PLAIN = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
 
@@ -211,17 +210,17 @@ def export_config(model: ModelConfig, *, dtype: str, max_positions: int, token_i
     }
     if family.model_type != "qwen2":
         config["attention_bias"] = False
-    if model.attention.kind in EXPORTED_L2A:
+    if KINDS[model.attention.kind].export == "modeling":
         return config | _l2a_config(model, family)
     return config | _window_config(model, family)
 
 
 def _family_of(model: ModelConfig) -> Family:
     kind = model.attention.kind
-    if kind not in EXPORTED_KINDS:
+    if KINDS[kind].export is None:
+        exported = ", ".join(kinds_with(lambda one: one.export))
         raise ConfigError(
-            f"model.attention.kind is {kind}; transformers has no such attention: only {', '.join(EXPORTED_KINDS)} "
-            "can be exported"
+            f"model.attention.kind is {kind}; transformers has no such attention: only {exported} can be exported"
         )
     for family in FAMILIES:
         if (family.qkv_bias, family.qk_norm) == (model.qkv_bias, model.qk_norm):
@@ -237,7 +236,7 @@ def _family_of(model: ModelConfig) -> Family:
 def _window_config(model: ModelConfig, family: Family) -> dict[str, Any]:
     if not family.window:
         return {}
-    if model.attention.kind == "dense":
+    if EVERYTHING in KINDS[model.attention.kind].reads:
         return {"use_sliding_window": False, "sliding_window": None}
     # transformers counts the query's own position: its window n lets i - j reach n - 1
     return {
@@ -250,6 +249,7 @@ def _window_config(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
     attention = model.attention
+    kind = KINDS[attention.kind]
     return {
         "architectures": ["LongpitchForCausalLM"],
         "model_type": L2A_TYPE,
@@ -263,8 +263,8 @@ def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
         "local_window": attention.window,
         "gate_temperature": attention.gate_temperature,
         "gate_threshold": attention.gate_threshold,
-        "open_probability": attention.open_probability if attention.kind == "context_free" else None,
-        "shared_attention": attention.kind == "l2a_shared",
-        "cells": {key: getattr(attention, key) for key in CELLS} if attention.kind == "l2a_freesolo" else None,
+        "open_probability": None if kind.gate.learned else attention.open_probability,
+        "shared_attention": kind.shared_projections,
+        "cells": {key: getattr(attention, key) for key in CELLS} if kind.global_reads is POOL else None,
         "closed_layers": list(attention.closed_layers),
     }

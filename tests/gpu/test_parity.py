@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.schema import ATTENTION_KINDS
+from recipes.kinds import ATTENTION_KINDS
 from tests.distributed import run_ranks
 
 LAYOUTS = ("tp1 cp2", "tp2 cp1")

@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.metrics import MetricsWriter, flops_per_token, gate_picture, multiplied_weights
 from megatron_ext.model import weight_shapes
-from recipes.schema import ATTENTION_KINDS, AttentionConfig, ModelConfig
+from recipes.kinds import ATTENTION_KINDS
+from recipes.schema import AttentionConfig, ModelConfig
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=48, vocab_size=64, seq_length=200,

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.overrides import EVERY_KIND, changed_model, check_changes, split_shards
+from launch.overrides import changed_model, check_changes, split_shards
 from megatron_ext.specs import layer_spec
+from recipes.kinds import ATTENTION_KINDS, COMMON_KEYS, KINDS
 from recipes.load import RecipeError
-from recipes.schema import ATTENTION_KINDS, KEYS_OF_TRAINED, AttentionConfig, ModelConfig
+from recipes.schema import AttentionConfig, ModelConfig
 from tests.distributed import ROOT
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, ffn_size=48, vocab_size=64, seq_length=256)
@@ -28,21 +29,22 @@ def test_keys_are_those_that_the_layers_are_built_with(kind):
     built = set()
     for field in fields(AttentionConfig):
         value = getattr(own, field.name)
-        if field.name not in EVERY_KIND and isinstance(value, int | float):
+        if field.name not in COMMON_KEYS and isinstance(value, int | float):
             other = replace(own, **{field.name: value + 1})
             specs = {repr(layer_spec(kind, one)) for one in (own, other)}  # megatron-core 0.19's equal nothing
             built |= {field.name} if len(specs) == 2 else set()
     if kind == "freesolo":
         built.remove("recent")  # it retains every cell
-    assert built - FIXED == set(KEYS_OF_TRAINED[kind])
+    own = set(KINDS[kind].changeable_keys) - set(COMMON_KEYS)
+    assert built - FIXED == own
 
 
 @pytest.mark.parametrize(
     ("kind", "override", "message"),
     [
-        ("dense", "model.attention.gate_threshold=0.7", "trained dense model does not depend on it"),
-        ("swa", "model.attention.top_k=2", "trained swa model does not depend on it"),
-        ("context_free", "model.attention.gate_threshold=0.7", r"what can be: model.attention.{.*open_probability}"),
+        ("dense", "model.attention.gate_threshold=0.7", "attention kind dense does not use it"),
+        ("swa", "model.attention.top_k=2", "attention kind swa does not use it"),
+        ("context_free", "model.attention.leak_probability=0.7", r"what can be: model.attention.{.*open_probability}"),
         ("l2a", "model.attention.leak_probability=0.5", "trained l2a model does not depend on it"),
         ("l2a", "model.attention.closed_layers=[0]", "its weights fix it"),
         ("l2a", "model.hidden_size=64", "its weights fix it"),
@@ -93,7 +95,7 @@ from typer.testing import CliRunner
 from launch.cli import app
 for command in sys.argv[2:]:
     done = CliRunner().invoke(app, [*command.replace("RUN", sys.argv[1]).split("|"), "model.attention.top_k=2"])
-    print(type(done.exception).__name__, "does not depend" in str(done.exception), "torch" in sys.modules)
+    print(type(done.exception).__name__, "does not use" in str(done.exception), "torch" in sys.modules)
 """
     commands = ["|".join(command) for command in COMMANDS.values()]
     line = [sys.executable, "-c", program, str(tmp_path), *commands]

@@ -17,8 +17,8 @@ import pytest
 from data_prep.host import host_folder
 from launch.train import Trainer, short_collections
 from megatron_ext.router import leak_draw
+from recipes.kinds import ATTENTION_KINDS, L2A_KINDS
 from recipes.load import load_recipe
-from recipes.schema import ATTENTION_KINDS, L2A_KINDS
 from tests.distributed import ROOT, free_port, rank_environment, run_ranks
 from tests.launch.train_program import RECIPE
 

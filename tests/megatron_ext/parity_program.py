@@ -17,7 +17,8 @@ from megatron_ext.context_parallel.collectives import ledger, start_gather
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
+from recipes.kinds import L2A_KINDS
+from recipes.schema import AttentionConfig, ModelConfig
 
 BLOCK = 16
 MODEL = ModelConfig(

@@ -14,7 +14,8 @@ from megatron_ext.checkpoint import CheckpointError, load_weights
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from megatron_ext.router import Gates
-from recipes.schema import L2A_KINDS, AttentionConfig, ModelConfig
+from recipes.kinds import L2A_KINDS
+from recipes.schema import AttentionConfig, ModelConfig
 from tests.numerics import assert_close, load_vector
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.rope import rope_tables
 from megatron_ext.model import LanguageModel, slice_context
-from recipes.schema import ATTENTION_KINDS, L2A_KINDS, ModelConfig
+from recipes.kinds import ATTENTION_KINDS, L2A_KINDS
+from recipes.schema import ModelConfig
 from tests.megatron_ext.parity_program import MODEL, build, config
 from tests.numerics import RTOL, assert_close
 

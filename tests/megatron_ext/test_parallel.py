@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.router import leak_draw
-from recipes.schema import L2A_KINDS
+from recipes.kinds import L2A_KINDS
 from tests.distributed import run_ranks
 from tests.megatron_ext.parity_program import DRAWS, MODEL, SEQUENCES, TIMEOUT, config
 

@@ -10,8 +10,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.attention import FreeSoloAttention, SharedAttention, SparseQueryAttention, WindowAttention
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
-from megatron_ext.specs import CORE_ATTENTIONS, GLOBAL_ATTENTIONS, RecomputedL2ALayer, RecomputedLayer, layer_spec
-from recipes.schema import ATTENTION_KINDS, L2A_KINDS, AttentionConfig, ModelConfig
+from megatron_ext.specs import RecomputedL2ALayer, RecomputedLayer, layer_spec
+from recipes.kinds import ATTENTION_KINDS, L2A_KINDS
+from recipes.schema import AttentionConfig, ModelConfig
 
 ONE_LOOK = tuple(kind for kind in ATTENTION_KINDS if kind not in L2A_KINDS)
 pytestmark = pytest.mark.usefixtures("alone")
@@ -54,9 +55,28 @@ def test_closed_layers_have_one_look(recompute):
     assert type(model.decoder.final_layernorm) is type(usual.decoder.final_layernorm)
 
 
-def test_recipes_and_specs_know_the_same_kinds():
-    assert tuple(CORE_ATTENTIONS) == ATTENTION_KINDS
-    assert tuple(GLOBAL_ATTENTIONS) == L2A_KINDS
+# kind -> module of the layer's attention, module of its global attention, class of its gate
+MODULES = {
+    "dense": ("WindowAttention", None, None),
+    "swa": ("WindowAttention", None, None),
+    "freesolo": ("FreeSoloAttention", None, None),
+    "freesolo_l": ("FreeSoloAttention", None, None),
+    "l2a": ("WindowAttention", "SparseQueryAttention", "Router"),
+    "l2a_shared": ("SharedAttention", None, "Router"),
+    "l2a_freesolo": ("WindowAttention", "FreeSoloAttention", "Router"),
+    "context_free": ("WindowAttention", "SparseQueryAttention", "ContextFreeGate"),
+}
+
+
+def test_every_kind_is_built_of_its_modules():
+    found = {}
+    for kind in ATTENTION_KINDS:
+        slots = layer_spec(kind).submodules
+        first = slots.self_attention.submodules.core_attention.module.__name__
+        second, gate = getattr(slots, "global_attention", None), getattr(slots, "gate", None)
+        second = second and second.submodules.core_attention.module.__name__
+        found[kind] = (first, second, gate and gate.module.__name__)
+    assert found == MODULES
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,13 @@ def test_nested_bases_merge_key_by_key_from_the_outermost(tmp_path):
     write(tmp_path, SMALL, "deep/outer.yaml")
     write(
         tmp_path,
-        {"base": "outer.yaml", "seed": 5, "model": {"num_layers": 2, "attention": {"window": 30, "top_k": 7}}},
+        {"base": "outer.yaml", "seed": 5, "model": {"num_layers": 2, "attention": {"window": 30, "rope_base": 7}}},
         "deep/middle.yaml",
     )
     inner = write(tmp_path, {"base": "deep/middle.yaml", "model": {"attention": {"window": 40}}}, "inner.yaml")
     recipe = load_recipe(inner)
     attention = recipe.model.attention
-    assert (attention.kind, attention.window, attention.top_k) == ("swa", 40, 7)
+    assert (attention.kind, attention.window, attention.rope_base) == ("swa", 40, 7)
     assert (recipe.seed, recipe.model.num_layers, recipe.model.hidden_size) == (5, 2, 48)
 
 
@@ -232,7 +232,7 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["data.heldout_fraction=-0.1"], ["data.heldout_fraction = -0.1"], id="heldout-negative"),
         pytest.param(["model.vocab_tokens=0"], ["model.vocab_tokens = 0", "must be 1 to"], id="no-tokens"),
         pytest.param(["model.vocab_tokens=999999"], ["model.vocab_tokens = 999999"], id="more-tokens-than-rows"),
-        pytest.param(["model.attention.closed_layers=[0]"], ["for the kinds l2a", "not for swa"], id="closed-dense"),
+        pytest.param(["model.attention.closed_layers=[0]"], ["closed_layers: attention kind swa"], id="closed-dense"),
         pytest.param(
             ["model.attention.kind=l2a", "model.attention.closed_layers=[0, 0]"], ["each once"], id="closed-twice"
         ),
@@ -245,7 +245,8 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["model.num_kv_heads=4"], ["num_heads = 6", "num_kv_heads 4"], id="kv-heads"),
         pytest.param(["model.num_kv_heads=0"], ["num_kv_heads 0"], id="no-kv-heads"),
         pytest.param(
-            ["model.attention.query_block=48"], ["query_block = 48", "cell_size 32"], id="query-block"
+            ["model.attention.kind=freesolo", "model.attention.query_block=48"], ["query_block = 48", "cell_size 32"],
+            id="query-block",
         ),
         pytest.param(
             ["model.attention.kind=freesolo", "model.attention.query_block=512"], ["seq_length = 256", "512"],
@@ -298,7 +299,8 @@ def test_impossible_sign_or_name_is_refused(small, override):
     ],
 )
 def test_counts_are_at_least_one(small, key, value):
-    assert f"{key} = {value}: must be at least 1" in refusal(small, f"{key}={value}")
+    pool = ["model.attention.kind=freesolo_l"]  # the kind that uses all of the attention's counts
+    assert f"{key} = {value}: must be at least 1" in refusal(small, *pool, f"{key}={value}")
 
 
 @pytest.mark.parametrize(
