@@ -22,9 +22,9 @@ PACKINGS = ("concat", "best_fit", "long_first")
 class AttentionConfig:
     """Which attention a layer computes, and its constants; a key that its kind does not use is refused."""
 
-    kind: str = "freesolo"
+    kind: str = "freesolo"  # a row of recipes/kinds.py
     backend: str = "auto"  # auto | reference | triton
-    rope_base: float = 10000.0
+    rope_base: float = 10000.0  # of the rotary positions
     window: int = 512  # tokens a query looks back in the local branch (all kinds but dense; L2A recipes say 4095)
     cell_size: int = 32  # tokens
     query_block: int = 128  # tokens, a multiple of cell_size
@@ -48,20 +48,20 @@ class AttentionConfig:
 class ModelConfig:
     """The decoder: megatron-core's GPT layers (RMSNorm, SwiGLU, no dropout) around the attention above."""
 
-    num_layers: int = MISSING
-    hidden_size: int = MISSING
-    num_heads: int = MISSING
+    num_layers: int = MISSING  # decoder layers
+    hidden_size: int = MISSING  # width of the residual stream
+    num_heads: int = MISSING  # query heads
     num_kv_heads: int | None = None  # None: as many as num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
-    ffn_size: int = MISSING
+    ffn_size: int = MISSING  # width of the MLP (SwiGLU)
     vocab_size: int = MISSING  # rows of the embedding; at least the tokenizer's vocabulary
     vocab_tokens: int | None = None  # rows that stand for tokens; None: all. The others pad: never predicted
     seq_length: int = MISSING  # tokens
-    tie_embeddings: bool = True
-    qkv_bias: bool = False
+    tie_embeddings: bool = True  # the output layer uses the embedding's rows
+    qkv_bias: bool = False  # a bias on q, k and v (Qwen2)
     qk_norm: bool = False  # RMSNorm on q and k per head
-    norm_eps: float = 1.0e-5
-    init_std: float = 0.02
+    norm_eps: float = 1.0e-5  # of every RMSNorm but the readout's
+    init_std: float = 0.02  # standard deviation of the first weights
     init_from: str | None = None  # run directory (or one of its checkpoints) whose weights this run starts from
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
@@ -75,8 +75,8 @@ class ModelConfig:
 class ParallelConfig:
     """How the GPUs are laid out: tensor x context x data; what is left over is data parallel."""
 
-    tensor: int = 1
-    context: int = 1
+    tensor: int = 1  # ranks that share every layer's heads and MLP
+    context: int = 1  # ranks that share every sequence
     zero_stage: int = 1  # DeepSpeed ZeRO 0-3 over data x context
     timeout_seconds: float = 600.0  # a collective that waits longer ends the job
 
@@ -114,7 +114,7 @@ class MixtureConfig:
 class StreamConfig:
     """One folder of shards among several that training mixes."""
 
-    shards: str = MISSING
+    shards: str = MISSING  # folder or URL
     proportion: float = MISSING  # of the sequences; the proportions of all streams are scaled to sum to 1
 
 
@@ -124,7 +124,7 @@ class DataConfig:
 
     shards: str = MISSING  # folder (training also: URL) with train/, heldout/, tokenizer/ and manifest.json
     # prep: inputs
-    sources: list[SourceConfig] = field(default_factory=list)
+    sources: list[SourceConfig] = field(default_factory=list)  # what `longpitch prep` reads
     bad_documents: str = "stop"  # stop | skip: what an unreadable document does
     max_document_mib: int = 64  # a larger document, or line, is a bad one
     deduplicate: bool = True  # exact copies of a document are left out
@@ -151,7 +151,7 @@ class DataConfig:
     # $TMPDIR/longpitch-<user id>/<hash of host and run_dir>/cache, which stays for the next start until it is removed
     cache_gib: float = 0.0  # size that the cached shards of each URL may reach per host; 0: no limit
     num_workers: int = 0  # loader processes per rank
-    shuffle: bool = True
+    shuffle: bool = True  # another order of the sequences in every epoch
     canonical_nodes: int = 1  # fixes the sample order whatever the number of nodes
     verify_hashes: bool = False  # True: check every shard's hash at the start, not only its size and counts
     timeout_seconds: float = 300.0  # a batch that takes longer to arrive ends the job
@@ -161,23 +161,23 @@ class DataConfig:
 class TrainConfig:
     """The optimisation: AdamW, linear warm-up then cosine, clipping, one global batch of tokens a step."""
 
-    steps: int = MISSING
+    steps: int = MISSING  # optimizer steps of the whole run
     tokens_per_step: int = MISSING  # tokens; a multiple of seq_length
     micro_batch: int = 1  # sequences per forward
-    lr: float = MISSING
-    min_lr: float = MISSING
-    warmup_steps: int = 0
+    lr: float = MISSING  # learning rate after the warm-up
+    min_lr: float = MISSING  # learning rate at the last step
+    warmup_steps: int = 0  # over which the learning rate grows linearly
     weight_decay: float = 0.1  # of matrices; norms, biases, alpha and gain have none
-    beta1: float = 0.9
-    beta2: float = 0.95
-    adam_eps: float = 1.0e-8
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.95  # of AdamW
+    adam_eps: float = 1.0e-8  # of AdamW
     clip: float = 1.0  # global gradient norm; 0 turns clipping off
     precision: str = "auto"  # auto: bf16 on GPU, fp32 on CPU
     device: str = "auto"  # auto: the GPU where there is one
     recompute: bool = False  # True: layers keep their inputs only
     loss_chunk: int = 1024  # tokens whose logits exist at a time
     recall_beta: float = 0.0  # loss weight 1 + recall_beta * recall + switch_beta * switch
-    switch_beta: float = 0.0
+    switch_beta: float = 0.0  # see recall_beta
     gate_penalty: float = 1.0e-8  # L2A: lambda, weight of the mean over sequences and layers of the sum of p^2
     gate_penalty_per: str = "sequence"  # sequence: p^2 is summed over a sequence's tokens | token: averaged over them
     gate_penalty_start: int | None = None  # steps without penalty; None: warmup_steps
@@ -204,8 +204,8 @@ class CheckpointConfig:
 class Recipe:
     """One run."""
 
-    run_dir: str = MISSING
-    seed: int = 1234
+    run_dir: str = MISSING  # folder of the run; relative to where `longpitch` is started
+    seed: int = 1234  # of the first weights, the order of the data and what layers draw
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)

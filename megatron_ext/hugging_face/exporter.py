@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_ext.hugging_face import names
-from megatron_ext.hugging_face.config import EXPORTED_L2A, MODELING, export_config
+from megatron_ext.hugging_face.config import MODELING, export_config
 from megatron_ext.hugging_face.tokenizer import (
     copy_tokenizer,
     name_model_inputs,
@@ -16,6 +16,7 @@ from megatron_ext.hugging_face.tokenizer import (
     write_generation_config,
 )
 from megatron_ext.weights import ShardWriter, WeightsError, some
+from recipes.kinds import KINDS
 from recipes.schema import ModelConfig
 
 
@@ -84,5 +85,5 @@ def write_surroundings(folder: Path, model: ModelConfig, tokenizer: Path, *, dty
     config = export_config(model, dtype=dtype, max_positions=max_positions, token_ids=tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_generation_config(folder, tokens)
-    if model.attention.kind in EXPORTED_L2A:
+    if KINDS[model.attention.kind].export == "modeling":
         shutil.copyfile(Path(__file__).with_name(f"{MODELING}.py"), folder / f"{MODELING}.py")
