@@ -1,4 +1,4 @@
-"""Every key of a recipe as a Markdown table, from the schema's own source: `python -m recipes.reference > recipes/KEYS.md`."""
+"""Every key of a recipe as a Markdown table, made from the schema: `python -m recipes.reference > recipes/KEYS.md`."""
 
 import ast
 import inspect
@@ -58,7 +58,7 @@ def reference() -> str:
     """The whole document."""
     parts = [
         "# Every key of a recipe",
-        "Made by `python -m recipes.reference > recipes/KEYS.md` from `schema.py`, which holds the one default of each; "
+        "Made by `python -m recipes.reference > recipes/KEYS.md` from `schema.py`, where each default stands once; "
         "a test keeps the two alike.",
     ]
     for name, section in SECTIONS.items():
