@@ -161,7 +161,7 @@ def freesolo_bench(
 ) -> None:
     """Time and memory of FreeSolo's operator beside SDPA, for 4K to 256K tokens."""
     _need_gpu()
-    from launch.bench_freesolo import bench_freesolo
+    from launch.bench.freesolo import bench_freesolo
 
     bench_freesolo(json_path=out)
 
@@ -172,7 +172,7 @@ def l2a_bench(
 ) -> None:
     """Time and memory of L2A's sparse-query and window attention beside SDPA, for 4K to 128K tokens."""
     _need_gpu()
-    from launch.bench_l2a import bench_l2a
+    from launch.bench.l2a import bench_l2a
 
     bench_l2a(json_path=out)
 
@@ -183,7 +183,7 @@ def prep_bench(
     mib: Annotated[int, typer.Option(help="text to tokenize, MiB", min=1)] = 48,
 ) -> None:
     """Time tokenizing, reading shards, starting with 10,000 shards and resuming among 1 M samples, on this machine."""
-    from launch.bench_prep import bench_prep
+    from launch.bench.prep import bench_prep
 
     bench_prep(json_path=out, mib=mib)
 
@@ -204,7 +204,7 @@ def step_bench(
     """
     loaded = load_recipe(recipe, overrides)
     _need_gpu()
-    from launch.bench_step import bench_step
+    from launch.bench.step import bench_step
     from megatron_ext.context_parallel.layout import leave_layout
 
     baselines = ["dense"] if loaded.parallel.context > 1 else ["dense", "dense-fa2"]

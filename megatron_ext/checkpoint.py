@@ -19,7 +19,7 @@ from megatron_ext.context_parallel.collectives import MAX, MIN, all_reduce, barr
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
-from megatron_ext.tensor_parallel import MergedWeights, cut
+from megatron_ext.weight_slices import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 from recipes.errors import UserError
 from recipes.kinds import KINDS

@@ -7,18 +7,15 @@ that happens to be full, which no host knows of.
 
 import json
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-import triton
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from kernels.sparse_query import sparse_query_attention
 from kernels.window import sliding_window_attention
-from launch.bench_freesolo import _GRAPH_UP_TO, _measure, _text
+from launch.bench.timing import GRAPH_UP_TO, figures_text, machine, measure, random_inputs, sdpa
 
 LENGTHS = (4096, 32768, 131072)
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.01)
@@ -42,30 +39,21 @@ def bench_l2a(
         window: tokens a window holds before the query's own.
         json_path: where the rows are written, with date, GPU and versions.
     """
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {date.today()}"
+    where = machine()
     print(f"L2A and SDPA, bf16, batch 1, {heads} query / {kv_heads} kv heads x {head_dim}; {where}")
     print("ms forward / backward; in brackets replayed as a CUDA graph; peak GB above inputs and outputs")
     rows = []
     for length in lengths:
-        inputs = _inputs(length, heads, kv_heads, head_dim)
+        inputs = random_inputs(length, heads, kv_heads, head_dim)
         row = {"length": length}
         for name, call in _calls(inputs, shares, window).items():
-            row[name] = _measure(call, inputs, graph=length <= _GRAPH_UP_TO)
-            print(f"{length:>7} {name:<18} {_text(row[name])}", flush=True)
+            row[name] = measure(call, inputs, graph=length <= GRAPH_UP_TO)
+            print(f"{length:>7} {name:<18} {figures_text(row[name])}", flush=True)
         rows.append(row)
     if json_path is not None:
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window}
         json_path.write_text(json.dumps({"where": where, **sizes, "rows": rows}, indent=1))
     return rows
-
-
-def _inputs(length: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (
-        torch.randn(1, length, n, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
-        for n in (heads, kv_heads, kv_heads)
-    )
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
 def _calls(
@@ -75,23 +63,11 @@ def _calls(
     q, k, v = inputs
     draw = torch.rand(q.shape[:2], device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
-    def sdpa(backend: SDPBackend) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                heads_first = (x.transpose(1, 2) for x in inputs)
-                return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-
-        return call
-
     def sparse(active: Tensor | None) -> Callable[[], Tensor]:
         return lambda: sparse_query_attention(q, k, v, active)
 
-    calls = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
+    calls = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v), "fa2": sdpa(SDPBackend.FLASH_ATTENTION, q, k, v)}
     for share in shares:
         calls[f"{share:.0%} open"] = sparse(None if share == 1 else draw < share)
     calls["100% found open"] = sparse(torch.ones_like(draw, dtype=torch.bool))
     return calls | {f"window {window}": lambda: sliding_window_attention(q, k, v, window=window)}
-
-
-if __name__ == "__main__":
-    bench_l2a()

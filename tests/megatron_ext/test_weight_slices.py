@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.tensor_parallel import MergedWeights, cut, merge
+from megatron_ext.weight_slices import MergedWeights, cut, merge
 
 LAYER = "decoder.layers.3."
 NAMES = {  # name -> shape of one of two ranks

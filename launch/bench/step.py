@@ -11,14 +11,13 @@ import os
 import re
 import time
 from dataclasses import replace
-from datetime import date
 from unittest.mock import patch
 
 import torch
-import triton
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
+from launch.bench.timing import machine
 from launch.train import draw_model, optimizer_settings, precision_of, short_collections
 from megatron_ext import attention
 from megatron_ext.context_parallel.layout import Layout, init_layout
@@ -63,7 +62,7 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
     layout = init_layout(
         tensor=parallel.tensor, context=parallel.context, device="auto", timeout_seconds=parallel.timeout_seconds
     )
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {date.today()}"
+    where = machine()
     length = recipe.model.seq_length
     if layout.rank == 0:
         print(

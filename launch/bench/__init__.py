@@ -1,0 +1,1 @@
+"""What `longpitch bench` measures: our attention, a whole training step, and preparing data, each beside its peers."""
