@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+GRACE = 15.0  # seconds that ranks get to say their part once one has failed
 
 
 def free_port() -> int:
@@ -44,7 +46,8 @@ def run_ranks(module: str, world: int, *arguments: str, timeout: float = 300.0) 
     """Run `python -m module RESULT ARGUMENTS...` on `world` ranks; rank 0 writes its results to RESULT as JSON.
 
     Raises:
-        AssertionError: a rank failed or did not end in time, with the end of every rank's output.
+        AssertionError: a rank failed, or did not end in time, or `GRACE` seconds after another had failed; with the end
+            of every rank's output.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -56,9 +59,7 @@ def run_ranks(module: str, world: int, *arguments: str, timeout: float = 300.0) 
             environment = rank_environment(rank, world, port)
             processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
         try:
-            codes = [process.wait(timeout) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = [process.poll() for process in processes]
+            codes = _exit_codes(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -67,6 +68,18 @@ def run_ranks(module: str, world: int, *arguments: str, timeout: float = 300.0) 
         )
         assert codes == [0] * world, tails
         return json.loads(result.read_text())
+
+
+def _exit_codes(processes: list[subprocess.Popen], timeout: float) -> list[int | None]:
+    """Each rank's exit code, None for one that had to be waited for too long: it may hang in a collective."""
+    deadline = time.monotonic() + timeout
+    codes = [process.poll() for process in processes]
+    while None in codes and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+    return codes
 
 
 def _tail(log) -> str:

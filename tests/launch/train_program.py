@@ -1,8 +1,9 @@
-"""Rank program: trains a list of jobs one after the other in one process group and returns their losses.
+"""Rank program: trains a list of jobs one after the other in one process group and notes each one's losses.
 
 Arguments: RESULT JOBS, a JSON file with a list of {"name", "settings", "stop_at"?, "copy_from"?}. `stop_at` sends this
 process SIGUSR1 after that step; `copy_from` starts from a copy of another run's directory. Jobs of one layout belong
-together: every new cut of the world leaves threads behind.
+together: every new cut of the world leaves threads behind. A job that dies ends the program; what was done before it
+stands in `found_path(JOBS)`, a line a job. tests/launch/runs.py starts it.
 """
 
 import json
@@ -16,6 +17,11 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 
 RECIPE = Path(__file__).parent / "tiny.yaml"
+
+
+def found_path(jobs: Path) -> Path:
+    """Where the results of a list of jobs are noted, a line {name: result} for each that is done."""
+    return jobs.with_suffix(".found")
 
 
 def stop_after(step: int | None) -> None:
@@ -36,7 +42,7 @@ ORIGINAL: dict = {}
 
 
 def run_job(job: dict, rank: int) -> dict:
-    """Train one job; {"losses", "norms", "aux", "open", "heldout", "steps"} from its metrics, or {"error"}."""
+    """Train one job; {"losses", "norms", "aux", "open", "heldout", "steps"} from its metrics."""
     import torch.distributed as dist
 
     from launch.run_directory import read_metrics
@@ -62,13 +68,16 @@ def run_job(job: dict, rank: int) -> dict:
 
 
 def main(result: str, jobs: str) -> None:
-    """Run all jobs; rank 0 writes what they found by name."""
+    """Run all jobs; rank 0 notes each one's result, and writes all of them by name at the end."""
     from megatron_ext.context_parallel.layout import leave_layout
 
     rank, found = int(os.environ["RANK"]), {}
     for job in json.loads(Path(jobs).read_text()):
         found[job["name"]] = run_job(job, rank)
         print(job["name"], found[job["name"]]["losses"][-1:], flush=True)
+        if rank == 0:
+            with open(found_path(Path(jobs)), "a") as file:
+                file.write(json.dumps({job["name"]: found[job["name"]]}) + "\n")
     if rank == 0:
         Path(result).write_text(json.dumps(found))
     leave_layout()
