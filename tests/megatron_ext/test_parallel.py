@@ -5,15 +5,28 @@ import pytest
 from megatron_ext.router import leak_draw
 from recipes.kinds import L2A_KINDS
 from tests.distributed import run_ranks
+from tests.megatron_ext import parity_program
 from tests.megatron_ext.parity_program import DRAWS, MODEL, SEQUENCES, TIMEOUT, config
 
-LAYOUTS = ("tp1 cp2", "tp1 cp4", "tp2 cp1", "tp2 cp2")
+LAYOUTS = [f"tp{tensor} cp{context}" for tensor, context in parity_program.LAYOUTS[4]]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict:
     """All results of one launch on 4 ranks."""
     return run_ranks("tests.megatron_ext.parity_program", 4)
+
+
+@pytest.fixture(scope="module")
+def found_by_eight() -> dict:
+    """All results of one launch on 8 ranks."""
+    return run_ranks("tests.megatron_ext.parity_program", 8, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_eight_ranks_equal_one(found_by_eight, case):
+    assert found_by_eight[f"{case} tp2 cp4"] < 1e-9
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
