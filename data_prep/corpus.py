@@ -27,6 +27,10 @@ SMALLEST_BLOCK, BLOCKS = 1 << 18, 64  # bytes, and blocks that a corpus has wher
 PLAIN_CHUNK, PACKED_CHUNK = 1 << 20, 1 << 16  # bytes read at a time; what a damaged chunk holds is lost with it
 ROWS = 64  # rows of a table that are turned into Python strings at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+HINTS = {  # ways out besides repairing the document
+    "no such field": "name another text_field or language_field in data.sources, ",
+    "not JSON": "set format: text in data.sources if its lines are not JSON, ",
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class LeftOut:
         """Count a bad document, or stop."""
         sentence = f"{_one_line(place)}: {bad}"
         if rules.bad_documents == "stop":
-            field = "name another text_field or language_field in data.sources, " * (bad.reason == "no such field")
-            raise UserError(f"{sentence}; {field}repair it, or set data.bad_documents: skip") from bad
+            hint = HINTS.get(bad.reason, "")
+            raise UserError(f"{sentence}; {hint}repair it, or set data.bad_documents: skip") from bad
         self.counts[bad.reason] += count
         self.places.append(sentence)
 

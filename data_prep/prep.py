@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from data_prep.blocks import Corpus, load_corpus, read_facts, write_block, write_file
 from data_prep.corpus import Block, Document, LeftOut, Rules, cut, files_hash, read_block
-from data_prep.files import SourceFile, find_files
+from data_prep.files import MissingSource, SourceFile, find_files, list_ignored
 from data_prep.fingerprint import file_hash, manifest_hash, tokenizer_files_hash, tokenizer_hash
 from data_prep.folder_lock import lock_folder
 from data_prep.guard import read_manifest
@@ -89,6 +89,10 @@ class Prepared:
             f" {self.manifest['tokens']} tokens, {self.manifest['sequences']} sequences"
             f" ({packing['policy']}, {packing['padding_share']:.2%} padding)"
         ]
+        if ignored := self.manifest["sources"].get("ignored"):
+            lines.append(
+                f"  files left out by their suffixes: {list_ignored(ignored)}; data.sources.suffixes names others"
+            )
         for part in self.manifest["mixture"]:
             bounds = f"{part['min_tokens']} to {part['max_tokens'] or 'any'} tokens"
             lines.append(
@@ -117,11 +121,14 @@ def prepare(data: DataConfig, *, seq_length: int, vocab_size: int) -> Prepared:
         manifest = _finished(folder, settings, data)
         _check_vocabulary(manifest["vocab_size"], vocab_size)
         return Prepared(folder, manifest, fresh=False)
-    files = find_files(data.sources)
+    ignored = Counter[str]()
+    files = find_files(data.sources, ignored)
+    if ignored:
+        _say(f"left out of data.sources by their suffixes: {list_ignored(ignored)}")
     partial = folder.with_name(folder.name + ".partial")
     try:
         with lock_folder(partial):
-            manifest = _Preparation(data, settings, files, partial, seq_length).run(vocab_size)
+            manifest = _Preparation(data, settings, files, ignored, partial, seq_length).run(vocab_size)
             shutil.rmtree(partial / "work", ignore_errors=True)
             if folder.exists():
                 folder.rmdir()  # it was empty
@@ -204,10 +211,16 @@ def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[
         raise UserError(f"{folder} was prepared with another tokenizer than {data.tokenizer} now is; {way_out}")
     try:
         files = find_files(data.sources)
-    except FileNotFoundError:  # shards outlive their corpus
+    except MissingSource:  # shards outlive their corpus
         return manifest
     if _sizes_hash(files) != manifest["sources"]["hash"]:
         raise UserError(f"{folder} was prepared from other files than data.sources now hold; {way_out}")
+    if not _same_stamps(manifest, files):
+        newest = max(files, key=lambda file: (len(file.stamp), file.stamp)).path
+        raise UserError(
+            f"{folder} was prepared before files of data.sources were written again, as their times of change say (the"
+            f" newest is {newest}); {way_out}"
+        )
     return manifest
 
 
@@ -221,8 +234,13 @@ def _is_tokenizer_of(manifest: dict[str, Any], tokenizer: str, add_bos: bool | N
 
 
 def _sizes_hash(files: Sequence[SourceFile]) -> str:
-    """Changes when a file comes, goes or has another size; copies of a corpus are alike."""
+    """Changes when a file comes, goes or has another size."""
     return xxhash.xxh64_hexdigest(repr([(file.path, file.size) for file in files]))
+
+
+def _same_stamps(manifest: dict[str, Any], files: Sequence[SourceFile]) -> bool:
+    """Whether no file has been written since: by its time of change, or what a URL has of the kind."""
+    return manifest["sources"].get("stamps_hash") in (None, files_hash(files))
 
 
 def _check_vocabulary(tokenizer: int, model: int) -> None:
@@ -237,9 +255,16 @@ class _Preparation:
     """One preparation under way; every method may be interrupted and the whole begun again."""
 
     def __init__(
-        self, data: DataConfig, settings: dict[str, Any], files: list[SourceFile], folder: Path, seq_length: int
+        self,
+        data: DataConfig,
+        settings: dict[str, Any],
+        files: list[SourceFile],
+        ignored: Counter[str],
+        folder: Path,
+        seq_length: int,
     ) -> None:
         self.data, self.settings, self.files, self.folder, self.seq_length = data, settings, files, folder, seq_length
+        self.ignored = ignored  # files that suffixes leave out
         self.rules = Rules(data.bad_documents, data.max_document_mib << 20)
         self.workers = data.prep_workers or num_cores()
         self.masks = len(MASKS) if data.recall_masks else 0
@@ -291,7 +316,8 @@ class _Preparation:
             return None
         manifest = read_manifest(self.folder)
         same = not _differences(manifest["settings"], self.settings)
-        return manifest if same and manifest["sources"]["hash"] == _sizes_hash(self.files) else None
+        same = same and manifest["sources"]["hash"] == _sizes_hash(self.files) and _same_stamps(manifest, self.files)
+        return manifest if same else None
 
     def _begin(self) -> None:
         """Keep what a killed run with the same settings has left, and nothing else."""
@@ -510,6 +536,8 @@ class _Preparation:
                 "files": len(self.files),
                 "bytes": sum(file.size for file in self.files),
                 "hash": _sizes_hash(self.files),
+                "stamps_hash": files_hash(self.files),
+                "ignored": dict(sorted(self.ignored.items())),
             },
             "settings": json.loads(json.dumps(self.settings)),
             "versions": _versions(),

@@ -87,11 +87,13 @@ class SourceConfig:
 
     path: str = MISSING  # a directory, a file, a glob, or the URL of one (s3://, gs://, hf://, file://)
     name: str | None = None  # for the mixture and the report; None: the path
-    format: str = "auto"  # auto (by suffix) | text | jsonl | parquet | hf (a data set saved to disk)
+    format: str = "auto"
+    # text | jsonl | parquet | hf (a data set saved to disk) | auto: by suffix, of which .jsonl, .ndjson and .json hold
+    # JSON lines, tables such as .csv are refused, and all others are text
     text_field: str = "text"  # key of the text in a JSONL line, column of a Parquet file or HF data set
     split: str = "train"  # of an HF data set that has several
     suffixes: list[str] = field(default_factory=lambda: [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
-    # files taken from a directory, each also with .gz, .zst and .bz2 behind it
+    # files taken from a directory and all below it, each also with .gz, .zst and .bz2 behind it; prep counts the others
     exclude: list[str] = field(default_factory=list)  # names of folders in a directory that are left out
     min_chars: int = 0  # shorter documents are left out
     max_chars: int | None = None  # longer documents are left out
