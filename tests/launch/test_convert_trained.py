@@ -3,7 +3,6 @@
 Two ranks that share the state (ZeRO-1 and 3), or the weights themselves (tensor parallel, with ZeRO 0, 1 and 3).
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -17,8 +16,8 @@ from launch.conversion import export_model, import_model
 from launch.evaluate import evaluate
 from launch.run_directory import model_of
 from megatron_ext.weights import StoredWeights
-from tests.distributed import run_ranks
 from tests.launch.hugging_face_models import FAMILIES, attention_of, write_model
+from tests.launch.runs import Found, run_jobs
 
 FROZEN = r"train.freeze=['mlp\.']"
 WINDOW = "model.attention.window=9"
@@ -82,9 +81,7 @@ def trained(tmp_path_factory, shards) -> dict:
         if case == NEW_LOOK:
             settings.append("model.attention.kind=l2a")
         jobs.append({"name": run_name(*case), "settings": settings})
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs))
-    return run_ranks("tests.launch.train_program", 2, str(path)) | {"folder": folder}
+    return Found(run_jobs(folder, 2, jobs) | {"folder": folder})
 
 
 def export(trained: dict, case: tuple, tmp_path: Path) -> Path:
