@@ -78,8 +78,8 @@ def _living_verdict(path: Path, name: str) -> dict[str, Any] | None:
     return verdict if same else None
 
 
-def _started(process: int) -> str:
-    """When a living process started, by which it is told from a later one of the same number.
+def _started(process: int) -> str | None:
+    """When a living process started, by which it is told from a later one of the same number; None if it is dead.
 
     Raises:
         OSError: there is no such process any more.
@@ -89,6 +89,4 @@ def _started(process: int) -> str:
     if not status.exists():  # a system without /proc: the number must do
         return ""
     fields = status.read_text().rpartition(")")[2].split()
-    if fields[0] in "ZX":  # dead, and its parent has not noticed
-        raise ProcessLookupError(process)
-    return fields[19]
+    return None if fields[0] in "ZX" else fields[19]  # dead ones whose parent has not noticed

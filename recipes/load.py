@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.errors import UserError
 from recipes.kinds import ATTENTION_KINDS, KINDS, kinds_with
+from recipes.paths import expand_home, expand_paths
 from recipes.schema import (
     BACKENDS,
     BAD_DOCUMENT_POLICIES,
@@ -42,14 +43,19 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         RecipeError: unreadable file, unknown key (with the nearest known one), wrong type, missing or impossible value.
     """
     try:
-        layers = [*_layers(Path(path), []), _parse(overrides or [])]
+        layers = [*_layers(Path(path).expanduser(), []), _parse(overrides or [])]
         merged = OmegaConf.merge(OmegaConf.structured(Recipe), *layers)
         _drop_unused_keys(merged, layers)
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise RecipeError(f"{path}: no value for {', '.join(missing)}; set each in the recipe, or as key=value")
         recipe = OmegaConf.to_object(merged)
+        expand_paths(recipe)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: {_one_sentence(error)}") from error
+    except RecipeError:
+        raise
+    except UserError as error:
+        raise RecipeError(f"{path}: {error}") from error
     check_recipe(recipe)
     return recipe
 
@@ -81,7 +87,7 @@ def _layers(path: Path, seen: list[Path]) -> list:
     base = layer.pop("base", None)
     if not (base is None or isinstance(base, str)):
         raise RecipeError(f"{path}: base is {base}, which is not the path of a recipe")
-    return [*(_layers(path.parent / base, [*seen, path]) if base else []), layer]
+    return [*(_layers(path.parent / expand_home(base, "base"), [*seen, path]) if base else []), layer]
 
 
 def _drop_unused_keys(merged: DictConfig, layers: list[DictConfig]) -> None:
