@@ -180,6 +180,7 @@ class Trainer:
             micro_batch=train.micro_batch,
             accumulation=self.accumulation,
             loss_chunk=train.loss_chunk,
+            fp32_accumulation=train.fp32_accumulation,
             load_universal=self.universal,
         )
         if origin is not None and dtype == torch.bfloat16:

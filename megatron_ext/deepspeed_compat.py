@@ -22,11 +22,12 @@ from torch import nn
 
 from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank, group_size
 from megatron_ext.model import LanguageModel
+from recipes.errors import UserError
 
 UNIVERSAL_SUFFIX = "_universal"
 
 
-class UnreadableFile(ValueError):
+class UnreadableFile(UserError):
     """A file of a checkpoint that is damaged, or holds what no checkpoint of ours does; the message names it."""
 
 
@@ -105,14 +106,23 @@ def ds_config(
     micro_batch: int,
     accumulation: int,
     clip: float,
+    fp32_accumulation: bool,
     load_universal: bool = False,
 ) -> dict:
-    """DeepSpeed's configuration of a run. bf16 gradients are communicated in fp32."""
+    """DeepSpeed's configuration of a run. bf16 gradients are communicated in fp32.
+
+    Args:
+        fp32_accumulation: the gradients of a step's micro-batches are summed in fp32 in a bf16 run too.
+    """
+    wide = fp32_accumulation and dtype == torch.bfloat16 and accumulation > 1  # of one there is no sum
+    # stage 1 reduces such sums through a buffer of fp32: half of DeepSpeed's elements keep it at the 1 GB of bf16
+    bucket = {"reduce_bucket_size": 250_000_000} if wide and zero_stage == 1 else {}
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage} | bucket,
+        "data_types": {"grad_accum_dtype": "fp32" if wide else None},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "communication_data_type": "fp32",
@@ -127,10 +137,43 @@ def initialize(model: nn.Module, optimizer, config: dict, device: torch.device):
     if device.type == "cpu":
         avoid_compiler_on_cpu()
     prepare_for_checkpoints(model)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
-    if config["bf16"]["enabled"] and config["zero_optimization"]["stage"] == 0:
+    stage, wide = config["zero_optimization"]["stage"], config["data_types"]["grad_accum_dtype"] is not None
+    if wide and stage == 0:  # DeepSpeed refuses the key there; the sums are torch's
+        config = config | {"data_types": {}}
+    with _own_optimizer_of_stage_1() if wide and stage == 1 else contextlib.nullcontext():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
+    if config["bf16"]["enabled"] and stage == 0:
         _undo_trial_step(engine.optimizer)
+    if wide and stage == 0:
+        for parameter in filter(lambda one: one.requires_grad, model.parameters()):
+            parameter.grad_dtype = torch.float32
     return engine
+
+
+@contextlib.contextmanager
+def _own_optimizer_of_stage_1() -> Iterator[None]:
+    """With fp32 sums of bf16 gradients DeepSpeed gives stage 1 another optimizer, with checkpoints of another kind.
+
+    That of stages 1 and 2 can do it as well.
+    """
+    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+
+    choose = DeepSpeedEngine._do_optimizer_sanity_check
+    DeepSpeedEngine._do_optimizer_sanity_check = lambda _engine, _optimizer: ZERO_OPTIMIZATION
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = choose
+
+
+def fill_missing_gradients(model: nn.Module) -> None:
+    """Before a step's last backward: zeros for what has no gradient yet, where DeepSpeed would make bf16 ones.
+
+    That fails at stage 0, where fp32 sums of bf16 gradients lie in the parameters.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None and parameter.grad_dtype != parameter.dtype:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def _undo_trial_step(optimizer) -> None:

@@ -147,6 +147,7 @@ class TrainEngine:
         micro_batch: int,
         accumulation: int,
         loss_chunk: int,
+        fp32_accumulation: bool = True,
         load_universal: bool = False,
     ):
         self.layout, self.settings, self.zero_stage = layout, settings, zero_stage
@@ -163,6 +164,7 @@ class TrainEngine:
             micro_batch=micro_batch,
             accumulation=accumulation,
             clip=settings.clip,
+            fp32_accumulation=fp32_accumulation,
             load_universal=load_universal,
         )
         self.deepspeed = deepspeed_compat.initialize(model, optimizer, config, layout.device)
@@ -191,6 +193,8 @@ class TrainEngine:
             loss_sum += loss.detach().double()
             penalty_sum += sum(batch.context.penalties.values())
             # 0 * loss is 0, and NaN where the loss is not finite: the gradient then is NaN too, and nothing is updated
+            if number == self.accumulation and self.zero_stage == 0:
+                deepspeed_compat.fill_missing_gradients(self.model)
             self.deepspeed.backward(loss * (scale + 0 * loss.detach()))
             if number < self.accumulation:
                 self.deepspeed.step()

@@ -175,6 +175,9 @@ class TrainConfig:
     adam_eps: float = 1.0e-8  # of AdamW
     clip: float = 1.0  # global gradient norm; 0 turns clipping off
     precision: str = "auto"  # auto: bf16 on GPU, fp32 on CPU
+    fp32_accumulation: bool = True
+    # bf16 runs: the gradients of a step's micro-batches, if it has several, are summed in fp32; takes 2 bytes
+    # more per trained parameter and rank at ZeRO 0 and 1, 2 / (data x context ranks) more at ZeRO 2 and 3
     device: str = "auto"  # auto: the GPU where there is one
     recompute: bool = False  # True: layers keep their inputs only
     loss_chunk: int = 1024  # tokens whose logits exist at a time
