@@ -54,11 +54,6 @@ def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: i
     """
     home = step.parent.parent
     shards, own = find_shards(home, named), home / "tokenizer"
-    if "heldout" not in read_manifest(shards)["splits"]:
-        raise UserError(
-            f"{shards} has no held-out split to measure on; give data.shards=FOLDER of shards that were prepared with "
-            "data.heldout_fraction above 0"
-        )
     check_manifest(
         shards,
         seq_length=read_manifest(shards)["seq_length"],
@@ -66,6 +61,11 @@ def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: i
         tokenizer=str(own) if own.is_dir() else None,
         expected_tokenizer=checkpoint.read_facts(step)["tokenizer"],
     )
+    if "heldout" not in read_manifest(shards)["splits"]:
+        raise UserError(
+            f"{shards} has no held-out split to measure on; give data.shards=FOLDER of shards that were prepared with "
+            "data.heldout_fraction above 0"
+        )
     return shards, EvalReader(shards, micro_batch=1, max_sequences=sequences)
 
 

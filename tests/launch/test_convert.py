@@ -125,7 +125,7 @@ def test_generate_begins_as_the_documents_did(models, tmp_path, monkeypatch):
     imported = recipe.read_text()
     recipe.write_text(imported + "  add_bos: true\n")
     assert greedy(run, ["every word"], 1) == [plain]
-    (tmp_path / "manifest.json").write_text('{"bos_id": 7}')
+    (tmp_path / "manifest.json").write_text('{"bos_id": 7, "splits": {}}')
     recipe.write_text(imported + f"  shards: {tmp_path}\n")
     assert greedy(run, ["every word"], 1) == [plain]
     (tmp_path / "manifest.json").unlink()

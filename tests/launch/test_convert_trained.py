@@ -3,7 +3,6 @@
 Two ranks that share the state (ZeRO-1 and 3), or the weights themselves (tensor parallel, with ZeRO 0, 1 and 3).
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +15,7 @@ from launch.conversion import export_model, import_model
 from launch.evaluate import evaluate
 from launch.run_directory import model_of
 from megatron_ext.weights import StoredWeights
+from recipes.load import resolved
 from tests.launch.hugging_face_models import FAMILIES, attention_of, write_model
 from tests.launch.runs import Found, run_jobs
 
@@ -25,7 +25,7 @@ PADDED = "model.vocab_size=320"
 # name -> family, kind, overrides of the import
 IMPORTS = {
     "dense qwen3": ("qwen3-wide-heads", "dense", [PADDED]),
-    "dense qwen2": ("qwen2-tied", "dense", [WINDOW, PADDED]),
+    "dense qwen2": ("qwen2-tied", "dense", [PADDED]),
     "dense llama": ("llama", "dense", []),
     "l2a qwen2": ("qwen2-tied", "l2a", [WINDOW, PADDED]),
     "l2a qwen2.5": ("qwen2.5-untied", "l2a", [WINDOW, "model.attention.rope_base=5e6"]),  # 5e5 in the source
@@ -55,7 +55,7 @@ def run_name(*case) -> str:
 
 def settings_of(run: Path) -> list[str]:
     """Overrides that give a recipe the model of an imported run, at the length of the shards."""
-    model = asdict(model_of(run)) | {"seq_length": 80}
+    model = resolved(model_of(run)) | {"seq_length": 80}
     attention = model.pop("attention")
     flat = {f"model.{key}": value for key, value in model.items()}
     flat |= {f"model.attention.{key}": value for key, value in attention.items()}

@@ -1,5 +1,7 @@
 """A checkpoint from somebody else runs nothing, whichever of its files holds a pickle that would."""
 
+import re
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def test_nothing_runs(found, reading, stage):
     assert cases
     for file, result in cases.items():
         assert not result["ran"], file
-        assert result["error"] and f"{file} names io.open, which no checkpoint of Longpitch holds" in result["error"]
+        assert result["error"] and re.search(f"{re.escape(file)} names _?io.open, which no checkpoint", result["error"])
         assert "\n" not in result["error"]
 
 

@@ -14,6 +14,7 @@ OURS = {
     ("data_prep/prefetch.py", "RuntimeError"),
     ("data_prep/prefetch.py", "TimeoutError"),
     ("data_prep/pool.py", "RuntimeError"),
+    ("data_prep/host.py", "ProcessLookupError"),
     ("data_prep/corpus.py", "OSError"),
     ("data_prep/tokenizer.py", "OSError"),
     ("launch/failures.py", "RuntimeError"),
