@@ -150,7 +150,8 @@ class DataConfig:
     # training sequences come from these instead of `shards`, which still holds the tokenizer and the held-out split
     cache: str | None = None
     # folder on each host for shards that lie at a URL; None: this run's own in the system's temporary folder,
-    # $TMPDIR/longpitch-<user id>/<hash of host and run_dir>/cache, which stays for the next start until it is removed
+    # $TMPDIR/longpitch-<user id>/<hash of host and run_dir>/cache, which stays for the next start until it is removed;
+    # the lock files of a running job lie beside it, not in run_dir
     cache_gib: float = 0.0  # size that the cached shards of each URL may reach per host; 0: no limit
     num_workers: int = 0  # loader processes per rank
     shuffle: bool = True  # another order of the sequences in every epoch
