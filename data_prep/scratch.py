@@ -82,8 +82,9 @@ def _alone(folder: Path) -> Iterator[None]:
 def _enter(folder: Path) -> int | None:
     """An open and locked descriptor of the folder that lies there now, or None."""
     with contextlib.suppress(FileNotFoundError):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        with contextlib.suppress(FileExistsError):  # it was there, and was removed before pathlib looked what it is
+            folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), folder.stat()):

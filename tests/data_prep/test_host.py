@@ -192,6 +192,22 @@ def test_folder_is_not_removed_under_one_who_has_just_come(tmp_path):
     assert not (tmp_path / "job").exists()
 
 
+def test_folder_that_is_removed_while_it_is_made(tmp_path, monkeypatch):
+    """pathlib's `exist_ok` raises when what it found there has gone before its second look."""
+    make, calls = Path.mkdir, []
+
+    def mkdir(path, *args, **kwargs):
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(path)
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    scratch = Scratch(str(tmp_path / "job"))
+    assert scratch.folder.is_dir() and len(calls) > 1
+    scratch.close()
+
+
 # ---- the folder of a host
 
 
