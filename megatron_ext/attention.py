@@ -22,7 +22,7 @@ from megatron_ext.context_parallel.collectives import group_size, replicated_par
 from megatron_ext.context_parallel.halo import with_halo
 from megatron_ext.context_parallel.queries import balanced_attention
 
-# on an H200 with torch 2.11 (DESIGN, 6)
+# on an H200 with torch 2.11
 SDPA_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                       SDPBackend.MATH]  # fmt: skip
 

@@ -26,7 +26,7 @@ _ALONE = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands. Tensor-parallel ranks are neighbours, then context, then data (DESIGN, 4)."""
+    """Where this rank stands. Tensor-parallel ranks are neighbours, then context, then data."""
 
     rank: int
     world: int
