@@ -5,7 +5,7 @@ would do so, opened by a beginning (BOS). The literal text of a special token in
 document cannot forge its own end.
 """
 
-import json
+import logging
 import os
 import re
 import shutil
@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from recipes.errors import UserError
+from recipes.files import check_whole, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"  # of the tokenizer trained here
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")  # looked for in a bare tokenizer.json
@@ -77,7 +79,7 @@ class TextEncoder:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True  # the name says otherwise, but True means: as plain text
         self.eos_id = vocabulary[tokenizer.eos_token]
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = vocabulary_size(tokenizer)
         self.dtype = _dtype(self.vocab_size)
         self.bos_id = document_bos(tokenizer, name, add_bos)
 
@@ -180,7 +182,12 @@ class SentencePieceEncoder:
 
         The latter decodes exactly; of texts that begin with a space it may encode the first piece differently.
         """
-        fast = LlamaTokenizerFast(
+        _save(self.converted(), folder)
+        shutil.copyfile(self._path, folder / "tokenizer.model")
+
+    def converted(self) -> PreTrainedTokenizerFast:
+        """The same pieces as a Hugging Face tokenizer."""
+        return LlamaTokenizerFast(
             vocab_file=str(self._path),
             legacy=False,
             add_prefix_space=True,
@@ -189,13 +196,11 @@ class SentencePieceEncoder:
             unk_token=self._processor.id_to_piece(self._processor.unk_id()),
             bos_token=self._processor.id_to_piece(max(self._processor.bos_id(), self._processor.unk_id())),
         )
-        _save(fast, folder)
-        shutil.copyfile(self._path, folder / "tokenizer.model")
 
 
 def _config_beside(path: Path) -> dict[str, Any]:
     config = path.parent / "tokenizer_config.json"
-    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return read_json(config) if config.is_file() else {}
 
 
 def load_tokenizer(path: str | Path, add_bos: bool | None = None) -> Encoder:
@@ -210,27 +215,102 @@ def load_tokenizer(path: str | Path, add_bos: bool | None = None) -> Encoder:
     path = Path(path).expanduser()
     if not path.exists():
         raise UserError(f"the tokenizer {path} does not exist; correct data.tokenizer, or leave it out")
+    if (model := _only_model(path)) is not None:
+        return _sentencepiece(model, add_bos)
+    return TextEncoder(open_tokenizer(path), str(path), add_bos)
+
+
+def open_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """What text becomes ids with, whichever version of transformers saved it: here, in `generate` and in an export.
+
+    A tokenizer.json is taken as it is where the class that its config names is not known here, and where transformers 5
+    wrote it, which keeps there all that classes of version 4 would decide anew, such as a BOS in front.
+
+    Args:
+        path: a directory, a tokenizer.json, or a SentencePiece model.
+
+    Raises:
+        UserError: it cannot be loaded, or has no fast version.
+    """
+    path = Path(path).expanduser()
+    if (model := _only_model(path)) is not None:
+        return _sentencepiece(model, None).converted()
     folder = path if path.is_dir() else path.parent
-    if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file():
-        path = path / "tokenizer.model"
+    file = folder / "tokenizer.json" if path.is_dir() else path
+    beside = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     try:
-        if path.suffix == ".model":
-            return SentencePieceEncoder(path, add_bos)
-        if path.is_dir() or (path.name == "tokenizer.json" and (folder / "tokenizer_config.json").is_file()):
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        else:
-            tokenizer = _from_bare_file(path)
+        if file.is_file() and (file.name != "tokenizer.json" or not any(one.is_file() for one in beside)):
+            return _from_bare_file(file)
+        for one in (*beside, folder / "added_tokens.json"):
+            if one.is_file():
+                read_json(one)
+        tokenizer = _from_folder(folder)
     except Exception as error:  # the libraries raise bare Exception for a damaged file
-        if str(error).startswith(("the tokenizer", "data.add_bos")):
-            raise
-        raise UserError(f"the tokenizer {path} cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise _unloadable(path, error) from error
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer {path} has no fast version; save it with its tokenizer.json")
-    return TextEncoder(tokenizer, str(path), add_bos)
+    return tokenizer
+
+
+def _unloadable(path: Path, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return UserError(f"the tokenizer {path} cannot be loaded ({reason})")
+
+
+def _only_model(path: Path) -> Path | None:
+    """The SentencePiece model that `path` is, or that its folder holds without a tokenizer.json."""
+    if path.is_dir():
+        model = path / "tokenizer.model"
+        return model if model.is_file() and not (path / "tokenizer.json").is_file() else None
+    return path if path.suffix == ".model" else None
+
+
+def _sentencepiece(model: Path, add_bos: bool | None) -> SentencePieceEncoder:
+    check_whole(model)
+    try:
+        return SentencePieceEncoder(model, add_bos)
+    except Exception as error:  # the library raises RuntimeError for a damaged file
+        raise _unloadable(model, error) from error
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    options: dict[str, Any] = {"local_files_only": True}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, list):  # as transformers 5 writes what 4 calls additional_special_tokens
+        named = config.get("additional_special_tokens") or []
+        options |= {"additional_special_tokens": [*named, *extra], "extra_special_tokens": {}}
+    if not (folder / "tokenizer.json").is_file() or _needs_its_class(config):
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
+    # version 4 would set the spaces in front anew from a key that the config need not have
+    splitter = read_json(folder / "tokenizer.json").get("pre_tokenizer") or {}
+    options["add_prefix_space"] = splitter.get("add_prefix_space", False)
+    log = logging.getLogger("transformers.tokenization_utils_base")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it would warn of the other class
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+    finally:
+        log.setLevel(level)
+
+
+def _needs_its_class(config: dict[str, Any]) -> bool:
+    """Whether a tokenizer's config names a class of version 4 of transformers, and was written by it."""
+    name = config.get("tokenizer_class")
+    if name is None or "backend" in config:
+        return False
+    return any(tokenizer_class_from_name(known) is not None for known in (name, f"{name}Fast"))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _from_bare_file(path: Path) -> PreTrainedTokenizerFast:
-    added = {token["content"] for token in json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])}
+    added = {token["content"] for token in read_json(path).get("added_tokens", [])}
     end = next((token for token in KNOWN_ENDS if token in added), None)
     return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end, clean_up_tokenization_spaces=False)
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from launch.overrides import changed_model
 from launch.run_directory import find_tokenizer, model_of
+from launch.tokenizers import open_fitting_tokenizer
 from launch.train import model_facts
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import init_layout, leave_layout
@@ -53,6 +54,7 @@ def import_model(source: Path, out: Path, kind: str, overrides: list[str], *, sh
     with new_folder(out) as folder, one_process():
         importer = Importer(weights, model, weight_shapes(model))
         copy_tokenizer(source, folder / "tokenizer")
+        open_fitting_tokenizer(folder / "tokenizer", model)
         write_recipe(folder, out.absolute(), model, f"weights and tokenizer of {source}")
         facts = {"model": model_facts(model), "source": str(source)}
         step = folder / "checkpoints" / "step_0"
@@ -104,6 +106,7 @@ def export_model(
     step = checkpoint.find(run)
     home = step.parent.parent
     model, tokenizer = changed_model(model_of(home), overrides or [], length=True), find_tokenizer(home)
+    opened = open_fitting_tokenizer(tokenizer, model)
     weights = checkpoint.stored_weights(step)
     with new_folder(out) as folder, one_process():
         shapes = weight_shapes(model)
@@ -113,7 +116,8 @@ def export_model(
             wanted = torch.float32  # what ZeRO trained is stored so, and what was frozen beside it may not be
         kept = wanted or weights[next(iter(shapes))].dtype
         positions = max_positions or model.seq_length
-        write_surroundings(folder, model, tokenizer, dtype=str(kept).removeprefix("torch."), max_positions=positions)
+        named = str(kept).removeprefix("torch.")
+        write_surroundings(folder, model, tokenizer, opened, dtype=named, max_positions=positions)
         writer = ShardWriter(folder, shard_bytes=shard_bytes)
         export_weights(
             weights, model, shapes, writer, dtype=wanted, progress=lambda names: show_progress(names, "export")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from recipes.errors import UserError
+from recipes.files import check_whole, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
@@ -37,10 +38,12 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def _locate(self) -> dict[str, Path]:
         single, index = self.folder / SINGLE, self.folder / INDEX
         if index.exists():
-            try:
-                places = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise WeightsError(f"{index} cannot be read ({error}); copy it again") from error
+            places = read_json(index).get("weight_map")
+            if not (isinstance(places, dict) and all(isinstance(file, str) for file in places.values())):
+                raise WeightsError(f"{index} has no weight_map of names of files; copy it again")
+            for file in places.values():
+                if not file or Path(file).name != file:
+                    raise WeightsError(f"{index} names {file!r}, which does not lie beside it; put all files there")
             found = {name: self.folder / file for name, file in places.items()}
             for file in sorted(set(found.values())):
                 self._check_listed(file, {name for name in found if found[name] == file})
@@ -51,6 +54,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def _names_in(self, file: Path) -> list[str]:
         try:
+            check_whole(file)
             with safe_open(file, "pt") as opened:
                 return list(opened.keys())
         except (OSError, SafetensorError) as error:

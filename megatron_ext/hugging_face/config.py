@@ -4,13 +4,13 @@ Whatever a config asks for that our layers do not compute is refused by name: a 
 another one is worse than none.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.model import head_dim
 from recipes.errors import UserError
+from recipes.files import read_json
 from recipes.kinds import EVERYTHING, KINDS, POOL, kinds_with
 from recipes.schema import AttentionConfig, ModelConfig
 
@@ -40,25 +40,25 @@ MODELING = "modeling_longpitch"
 # constants of the cells that l2a_freesolo's second look reads
 CELLS = ("cell_size", "query_block", "top_k", "retain", "recent", "sigma", "lam", "eps")
 # values under which a key means what our layers compute
-PLAIN = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
+PLAIN = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder.
 
     Raises:
-        ConfigError: it is missing or unreadable.
+        ConfigError, UserError: it is missing, or unreadable.
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        return read_json(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist; name a folder that holds a Hugging Face model") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); copy it again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a JSON object; copy it again")
-    return config
 
 
 def model_section(config: dict[str, Any], path: Path, kind: str) -> ModelConfig:
@@ -73,12 +73,19 @@ def model_section(config: dict[str, Any], path: Path, kind: str) -> ModelConfig:
     """
     family = _family(config, path)
     for key, plain in PLAIN.items():
-        if config.get(key, plain[0]) not in plain:
-            raise ConfigError(f"{path}: {key} is {config[key]!r}; only {plain[0]!r} can be imported")
+        for section in ("", "rope_parameters", "rope_scaling"):
+            found = ((config.get(section) or {}) if section else config).get(key, plain[0])
+            if found not in plain:
+                name = f"{section}.{key}" if section else key
+                raise ConfigError(f"{path}: {name} is {found!r}; only {plain[0]!r} can be imported")
+    if config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{path}: its weights are quantized (quantization_config); import the model they were made of"
+        )
     if config.get("attention_bias", family.qkv_bias) != family.qkv_bias:
         raise ConfigError(f"{path}: attention_bias is {config['attention_bias']}; such models cannot be imported")
     own = _l2a_constants(config, path, kind)
-    window = _window_of(config, path)
+    window = _window_of(config, path) if family.window else None
     if window is not None and kind != "swa":
         raise ConfigError(f"{path}: its attention is a window (use_sliding_window); import it with --attention swa")
     required = (
@@ -143,8 +150,12 @@ def _window_of(config: dict[str, Any], path: Path) -> int | None:
     """Tokens that every layer of a config looks back, or None for all of them."""
     if not config.get("use_sliding_window"):
         return None
+    needed = ("sliding_window",) if config.get("layer_types") else ("sliding_window", "max_window_layers")
+    for key in needed:
+        if key not in config:
+            raise ConfigError(f"{path} does not give {key}; add it, transformers would take its own default")
     types = config.get("layer_types") or [
-        "sliding_attention" if layer >= config.get("max_window_layers", 0) else "full_attention"
+        "sliding_attention" if layer >= config["max_window_layers"] else "full_attention"
         for layer in range(config.get("num_hidden_layers", 0))
     ]
     if set(types) == {"full_attention"}:

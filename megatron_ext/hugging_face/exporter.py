@@ -4,14 +4,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_ext.hugging_face import names
 from megatron_ext.hugging_face.config import MODELING, export_config
 from megatron_ext.hugging_face.tokenizer import (
+    complete_config,
     copy_tokenizer,
-    name_model_inputs,
     special_tokens,
     write_generation_config,
 )
@@ -77,11 +78,18 @@ def _check(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
                 raise WeightsError(f"{name} is {weights[name][0].item()}, and {constant} in the recipe; set it back")
 
 
-def write_surroundings(folder: Path, model: ModelConfig, tokenizer: Path, *, dtype: str, max_positions: int) -> None:
-    """config.json, generation_config.json and tokenizer files beside the weights; for L2A the modeling file too."""
-    copy_tokenizer(tokenizer, folder)
-    name_model_inputs(folder)
-    tokens = special_tokens(folder)
+def write_surroundings(
+    folder: Path, model: ModelConfig, source: Path, tokenizer: Any, *, dtype: str, max_positions: int
+) -> None:
+    """config.json, generation_config.json and tokenizer files beside the weights; for L2A the modeling file too.
+
+    Args:
+        source: folder of the tokenizer's files. tokenizer: what was opened there.
+        dtype, max_positions: see `export_config`.
+    """
+    copy_tokenizer(source, folder)
+    complete_config(folder, tokenizer)
+    tokens = special_tokens(folder, tokenizer)
     config = export_config(model, dtype=dtype, max_positions=max_positions, token_ids=tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_generation_config(folder, tokens)

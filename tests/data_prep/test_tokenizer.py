@@ -134,7 +134,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match=r"absent does not exist; correct data\.tokenizer"):
         load_tokenizer(tmp_path / "absent")
     (tmp_path / "t.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be loaded") as error:
+    with pytest.raises(UserError, match=r"t\.json cannot be read") as error:
         load_tokenizer(tmp_path / "t.json")
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cannot be loaded"):
