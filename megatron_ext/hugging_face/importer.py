@@ -53,6 +53,8 @@ class Importer:
         own = names.parts_of(name)
         if any(part in self.source for part in own):
             return own
+        if own == (EMBEDDING,) and self.model.tie_embeddings and OUTPUT in self.source:
+            return (OUTPUT,)  # one matrix, stored under its other name
         original = names.copied_from(name)
         if original is not None:
             return names.parts_of(original)
