@@ -89,13 +89,19 @@ def _place(turn, programs, tiles, BG, SPREAD: tl.constexpr):
 
 
 @triton.jit
+def load_tile(desc, b, g, n, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Tokens n .. of one key/value head; zeros beyond the last token and beyond the head."""
+    return desc.load([b, g, n, 0]).reshape([ROWS, LANES])
+
+
+@triton.jit
 def _attend_tiles(
-    acc, peak, total, q, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest, start, stop, scale,
-    MASK: tl.constexpr, HAS_OLDEST: tl.constexpr, BN: tl.constexpr,
+    acc, peak, total, q, k_desc, v_desc, b, g, oldest, newest, start, stop, scale,
+    MASK: tl.constexpr, HAS_OLDEST: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys start .. stop, in units of log 2; MASK where some row does not see all of a tile."""
     for n in range(start, stop, BN):
-        k = k_desc.load([k_row + n, k_col])
+        k = load_tile(k_desc, b, g, n, BN, DP)
         logits = dot(q, tl.trans(k))  # [BM, BN]
         if MASK:
             key = n + tl.arange(0, BN)[None, :]
@@ -107,7 +113,7 @@ def _attend_tiles(
         weights = tl.exp2(logits * scale - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
-        v = v_desc.load([v_row + n, v_col])
+        v = load_tile(v_desc, b, g, n, BN, DP)
         acc = dot(weights.to(v.dtype), v, acc * shrink[:, None])
         peak = new_peak
     return acc, peak, total
@@ -116,7 +122,7 @@ def _attend_tiles(
 @triton.jit
 def _rows_fwd_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, tokens_ptr, counts_ptr, positions_ptr, first_ptr,
-    q_sb, q_st, q_sh, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, programs, BG, N, S, WINDOW, query_offset, key_start, scale,
+    q_sb, q_st, q_sh, programs, BG, N, S, WINDOW, query_offset, key_start, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     HAS_TOKENS: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_FIRST: tl.constexpr,
     HAS_WINDOW: tl.constexpr, SPREAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -159,20 +165,18 @@ def _rows_fwd_kernel(
         acc = tl.zeros([BM, DP], tl.float32)
         peak = tl.full([BM], MASKED, tl.float32)
         total = tl.zeros([BM], tl.float32)
-        k_row, k_col = b * k_rb, b * k_cb + g * k_cg
-        v_row, v_col = b * v_rb, b * v_cb + g * v_cg
         if HAS_FIRST or HAS_WINDOW:
             acc, peak, total = _attend_tiles(
-                acc, peak, total, q, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest, start, full,
-                scale * LOG2E, True, True, BN,
+                acc, peak, total, q, k_desc, v_desc, b, g, oldest, newest, start, full,
+                scale * LOG2E, True, True, BN, DP,
             )  # fmt: skip
         acc, peak, total = _attend_tiles(
-            acc, peak, total, q, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest, full, full_stop,
-            scale * LOG2E, False, False, BN,
+            acc, peak, total, q, k_desc, v_desc, b, g, oldest, newest, full, full_stop,
+            scale * LOG2E, False, False, BN, DP,
         )  # fmt: skip
         acc, peak, total = _attend_tiles(
-            acc, peak, total, q, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest, full_stop, stop,
-            scale * LOG2E, True, HAS_FIRST or HAS_WINDOW, BN,
+            acc, peak, total, q, k_desc, v_desc, b, g, oldest, newest, full_stop, stop,
+            scale * LOG2E, True, HAS_FIRST or HAS_WINDOW, BN, DP,
         )  # fmt: skip
         out = tl.where(seeing[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
         lse = tl.where(seeing, (peak + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2E, float("-inf"))
@@ -298,7 +302,7 @@ def _add_rows(
 @triton.jit
 def _rows_bwd_key_kernel(
     k_desc, v_desc, q_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, oldest_ptr, newest_ptr, bounds_ptr,
-    counts_ptr, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, group_start, N, W, S, scale,
+    counts_ptr, group_start, N, W, S, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_OLDEST: tl.constexpr, WITH_DQ: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -311,8 +315,7 @@ def _rows_bwd_key_kernel(
     bounds = bounds_ptr + local * 4 * (W // BM)
     first, full, full_stop, last = _tiles_that_see(bounds, tl.cdiv(count * R, BM), W // BM, n0, n0 + BN - 1, CHUNK)
     key = n0 + tl.arange(0, BN)
-    k = k_desc.load([b * k_rb + n0, b * k_cb + g * k_cg])
-    v = v_desc.load([b * v_rb + n0, b * v_cb + g * v_cg])
+    k, v = load_tile(k_desc, b, g, n0, BN, DP), load_tile(v_desc, b, g, n0, BN, DP)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     row_start = local * W
@@ -338,17 +341,17 @@ def _rows_bwd_key_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, q, d_out, lse, delta, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest, start, stop, scale,
-    MASK: tl.constexpr, BN: tl.constexpr,
+    dq, q, d_out, lse, delta, k_desc, v_desc, b, g, oldest, newest, start, stop, scale,
+    MASK: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Add the keys start .. stop to the gradient of a tile of rows."""
     for n in range(start, stop, BN):
-        k = k_desc.load([k_row + n, k_col])
+        k = load_tile(k_desc, b, g, n, BN, DP)
         weights = tl.exp2(dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
         if MASK:
             key = n + tl.arange(0, BN)[None, :]
             weights = tl.where((key <= newest[:, None]) & (key >= oldest[:, None]), weights, 0.0)
-        v = v_desc.load([v_row + n, v_col])
+        v = load_tile(v_desc, b, g, n, BN, DP)
         d_logits = weights * (dot(d_out, tl.trans(v)) - delta[:, None])
         dq = dot(d_logits.to(k.dtype), k, dq)
     return dq
@@ -357,7 +360,7 @@ def _add_keys(
 @triton.jit
 def _rows_bwd_query_kernel(
     k_desc, v_desc, q_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, oldest_ptr, newest_ptr, bounds_ptr, counts_ptr,
-    k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, group_start, N, W, scale,
+    group_start, N, W, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_OLDEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -381,16 +384,14 @@ def _rows_bwd_query_kernel(
         stop = tl.load(bounds + 3 * tiles) + 1
         full = tl.minimum(full, tl.cdiv(stop, BN) * BN)
         full_stop = tl.minimum(tl.maximum(full_stop, full), tl.maximum(full, stop // BN * BN))
-        k_row, k_col = b * k_rb, b * k_cb + g * k_cg
-        v_row, v_col = b * v_rb, b * v_cb + g * v_cg
         dq = tl.zeros([BM, DP], tl.float32)
         if HAS_OLDEST:
-            dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest,
-                           start, full, scale, True, BN)  # fmt: skip
-        dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest,
-                       full, full_stop, scale, False, BN)  # fmt: skip
-        dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, k_row, k_col, v_row, v_col, oldest, newest,
-                       full_stop, stop, scale, True, BN)  # fmt: skip
+            dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, b, g, oldest, newest,
+                           start, full, scale, True, BN, DP)  # fmt: skip
+        dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, b, g, oldest, newest,
+                       full, full_stop, scale, False, BN, DP)  # fmt: skip
+        dq = _add_keys(dq, q, d_out, lse, delta, k_desc, v_desc, b, g, oldest, newest,
+                       full_stop, stop, scale, True, BN, DP)  # fmt: skip
         lane = tl.arange(0, DP)
         tl.store(
             dq_ptr + at.to(tl.int64)[:, None] * D + lane[None, :], dq, mask=(lane < D)[None, :] & (at >= 0)[:, None]
@@ -429,30 +430,22 @@ def _scatter_kernel(
         tl.store(dq_ptr + line[:, None] * D + lane[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=here)
 
 
-class Table(NamedTuple):
-    """[B, S, G, D] as a matrix of rows that the bulk copy engine can read in tiles."""
+def describe(x: Tensor, block: list[int], hopper: bool):
+    """A descriptor for Triton's or for Gluon's kernels by which the copy engine reads blocks of `x`.
 
-    matrix: Tensor
-    steps: tuple[int, int, int]  # rows from batch to batch, columns from batch to batch, and from head to head
-
-    def descriptor(self, rows: int, lanes: int, hopper: bool = False):
-        """Reads tiles of [rows, lanes], zeros beyond the matrix."""
-        return describe(self.matrix, rows, lanes, hopper)
-
-
-def describe(matrix: Tensor, rows: int, lanes: int, hopper: bool):
-    """A descriptor of tiles of `matrix`, for Triton's or for Gluon's kernels."""
-    shape, strides = list(matrix.shape), list(matrix.stride())
+    What of a block lies beyond `x` in any dim is read as zeros.
+    """
+    shape, strides = list(x.shape), list(x.stride())
     if not hopper:
-        return TensorDescriptor(matrix, shape, strides, [rows, lanes])
-    return GluonDescriptor(matrix, shape, strides, [rows, lanes], _shared_layout(matrix.dtype, rows, lanes))
+        return TensorDescriptor(x, shape, strides, block)
+    return GluonDescriptor(x, shape, strides, block, _shared_layout(x.dtype, tuple(block)))
 
 
 @functools.cache
-def _shared_layout(dtype: torch.dtype, rows: int, lanes: int) -> gl.NVMMASharedLayout:
-    if rows == 1:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=2)
-    return gl.NVMMASharedLayout.get_default_for([rows, lanes], _GLUON_DTYPES[dtype])
+def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    if block[-2] == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block))
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
 
 
 def on_hopper(x: Tensor) -> bool:
@@ -465,21 +458,21 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def as_table(x: Tensor) -> Table:
-    """A view of `x` [B, S, G, D] where its strides allow, else a dense copy with heads padded to 16 bytes."""
+def as_table(x: Tensor) -> Tensor:
+    """`x` [B, S, G, D] as [B, G, S, D] that the copy engine can read, a view where the strides allow.
+
+    Heads are a dim of their own and so are sequences: with them side by side in one, the lanes that pad a head would be
+    read from the next head, and the keys that pad the last tile from the next sequence.
+    """
     B, S, G, D = x.shape
-    sb, st, sh, sd = x.stride()
-    heads = (G - 1) * sh + D
-    flat = B == 1 or sb == S * st
-    starts = x.data_ptr(), *(step * x.element_size() for step in ((st, sh) if flat else (st, sh, sb)))
-    apart = sd == 1 and sh >= D and st >= (heads if flat else (B - 1) * sb + heads) and (flat or sb >= heads)
-    if not apart or any(start % 16 for start in starts):
-        x, flat = F.pad(x, (0, -D % 8)).contiguous(), True
-        _, st, sh, _ = x.stride()
-        heads = (G - 1) * sh + D
-    if flat:
-        return Table(x.as_strided((B * S, heads), (st, 1)), (S, 0, sh))
-    return Table(x.as_strided((S, (B - 1) * sb + heads), (st, 1)), (0, sb, sh))
+    unit = 16 // x.element_size()  # numbers of which every step but the last dim's must be a multiple
+    steps = [step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    dense = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    if not dense:
+        x = F.pad(x, (0, -D % unit)).contiguous()[..., :D]
+    # the step of a dim of one is never taken, but looked at
+    steps = [step if size > 1 else unit * cdiv(D, unit) for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return x.as_strided((B, G, S, D), (steps[0], steps[2], steps[1], 1))
 
 
 def forward_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
@@ -529,9 +522,8 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> t
     else:
         kernel = _rows_fwd_kernel
     kernel[(programs,)](
-        q, keys.descriptor(config["BN"], DP, on_hopper(q)), values.descriptor(config["BN"], DP, on_hopper(q)), out, lse,
-        *(lse if x is None else x for x in rows[:4]), *token_strides(q), *keys.steps, *values.steps, programs,
-        B * G, N, S, rows.window or 0, rows.query_offset, rows.key_start, scale,
+        q, *(describe(x, [1, 1, config["BN"], DP], on_hopper(q)) for x in (keys, values)), out, lse,
+        *(lse if x is None else x for x in rows[:4]), *token_strides(q), programs, B * G, N, S, rows.window or 0, rows.query_offset, rows.key_start, scale,
         G=G, R=H // G, D=D, DP=DP, **_bounds(rows), SPREAD=_SPREAD, **config,
     )  # fmt: skip
     return out, lse
@@ -603,19 +595,19 @@ def rows_backward(
 
 
 def _tile_gradients(
-    tables: tuple[Table, Table], near: Gathered, dk: Tensor, dv: Tensor, numbers: tuple, sizes: dict, groups: int,
+    tables: tuple[Tensor, Tensor], near: Gathered, dk: Tensor, dv: Tensor, numbers: tuple, sizes: dict, groups: int,
     hopper: bool, deterministic: bool,
 ) -> None:  # fmt: skip
     """Fill dk and dv of some groups, and their `near.dq`."""
     counts, start, N, W, S, scale = numbers
     dtype, DP = near.q.dtype, sizes["DP"]
-    bounds = (near.oldest, near.newest, near.bounds, counts, *tables[0].steps, *tables[1].steps, start, N, W)
-    rows = [describe(x, _BM, DP, hopper) for x in (near.q, near.d_out)]
+    bounds = (near.oldest, near.newest, near.bounds, counts, start, N, W)
+    rows = [describe(x, [_BM, DP], hopper) for x in (near.q, near.d_out)]
     config = _HOPPER_KEY if hopper else key_config(dtype, DP)
-    keys = [x.descriptor(config["BN"], DP, hopper) for x in tables]
+    keys = [describe(x, [1, 1, config["BN"], DP], hopper) for x in tables]
     grid = (groups * cdiv(S, config["BN"]),)
     if hopper:
-        of_rows = [describe(x.view(-1, _BM), 1, _BM, True) for x in (near.lse, near.delta)]
+        of_rows = [describe(x.view(-1, _BM), [1, _BM], True) for x in (near.lse, near.delta)]
         triton_rows_hopper.rows_bwd_key_kernel[grid](
             *keys, *rows, *of_rows, dk, dv, near.dq, *bounds, S, scale, **sizes, BM=_BM, **config
         )
@@ -626,7 +618,7 @@ def _tile_gradients(
     )  # fmt: skip
     if deterministic:
         config = query_config(dtype, DP)
-        keys = [x.descriptor(config["BN"], DP) for x in tables]
+        keys = [describe(x, [1, 1, config["BN"], DP], False) for x in tables]
         _rows_bwd_query_kernel[(groups * W // _BM,)](
             *keys, *rows, near.lse, near.delta, near.dq, *bounds, scale, **sizes, BM=_BM, **config
         )

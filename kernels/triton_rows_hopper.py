@@ -84,9 +84,17 @@ def _key_tiles(
 
 
 @gluon.jit
+def _copy_tile(desc, b, g, n, ready, smem, BN: gl.constexpr, DP: gl.constexpr):
+    """Copy tokens n .. of one key/value head; zeros beyond the last token and beyond the head."""
+    tma.async_copy_global_to_shared(
+        desc, [b, g, n, 0], ready, smem._reinterpret(desc.dtype, [1, 1, BN, DP], desc.layout)
+    )
+
+
+@gluon.jit
 def _copy_keys(
     k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-    tokens_ptr, counts_ptr, positions_ptr, first_ptr, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, programs, tiles,
+    tokens_ptr, counts_ptr, positions_ptr, first_ptr, programs, tiles,
     BG, N, S, WINDOW, query_offset, key_start, G: gl.constexpr, R: gl.constexpr, DP: gl.constexpr,
     HAS_TOKENS: gl.constexpr, HAS_COUNTS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_FIRST: gl.constexpr,
     HAS_WINDOW: gl.constexpr, SPREAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -108,14 +116,10 @@ def _copy_keys(
                 stage, phase = step % STAGES, step // STAGES & 1
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
                 mbarrier.expect(k_ready.index(stage), BN * DP * 2)
-                tma.async_copy_global_to_shared(
-                    k_desc, [b * k_rb + n, b * k_cb + g * k_cg], k_ready.index(stage), k_smem.index(stage)
-                )
+                _copy_tile(k_desc, b, g, n, k_ready.index(stage), k_smem.index(stage), BN, DP)
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
                 mbarrier.expect(v_ready.index(stage), BN * DP * 2)
-                tma.async_copy_global_to_shared(
-                    v_desc, [b * v_rb + n, b * v_cb + g * v_cg], v_ready.index(stage), v_smem.index(stage)
-                )
+                _copy_tile(v_desc, b, g, n, v_ready.index(stage), v_smem.index(stage), BN, DP)
                 step += 1
 
 
@@ -259,7 +263,7 @@ def _attend(
 @gluon.jit
 def rows_fwd_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, tokens_ptr, counts_ptr, positions_ptr, first_ptr,
-    q_sb, q_st, q_sh, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, programs, BG, N, S, WINDOW, query_offset, key_start, scale,
+    q_sb, q_st, q_sh, programs, BG, N, S, WINDOW, query_offset, key_start, scale,
     G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, HAS_TOKENS: gl.constexpr,
     HAS_COUNTS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_FIRST: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SPREAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -272,8 +276,9 @@ def rows_fwd_kernel(
     tiles = gl.cdiv(most * R, BM)
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DP], q_ptr.dtype.element_ty)
     q_smem = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, 64, DP], half)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, DP], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DP], v_desc.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DP], k_desc.dtype)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, DP], tile)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DP], tile)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -302,8 +307,7 @@ def rows_fwd_kernel(
             )),
             (_copy_keys, (
                 k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                tokens_ptr, counts_ptr, positions_ptr, first_ptr, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, programs,
-                tiles, BG, N, S, WINDOW, query_offset, key_start, G, R, DP, HAS_TOKENS, HAS_COUNTS, HAS_POSITIONS,
+                tokens_ptr, counts_ptr, positions_ptr, first_ptr, programs, tiles, BG, N, S, WINDOW, query_offset, key_start, G, R, DP, HAS_TOKENS, HAS_COUNTS, HAS_POSITIONS,
                 HAS_FIRST, HAS_WINDOW, SPREAD, BM, BN, STAGES,
             )),
         ],
@@ -337,13 +341,13 @@ def _tiles_that_see(bounds_ptr, tiles, stride, n0, n1, CHUNK: gl.constexpr, warp
 @gluon.jit
 def _copy_rows(
     k_desc, v_desc, q_desc, do_desc, lse_desc, delta_desc, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-    kv_ready, q_ready, q_free, do_ready, do_free, first, last, row_tile, k_row, k_col, v_row, v_col,
+    kv_ready, q_ready, q_free, do_ready, do_free, first, last, row_tile, b, g, n0,
     DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies the program's keys and values, then the tiles of rows that see them."""
     mbarrier.expect(kv_ready, 2 * BN * DP * 2)
-    tma.async_copy_global_to_shared(k_desc, [k_row, k_col], kv_ready, k_smem)
-    tma.async_copy_global_to_shared(v_desc, [v_row, v_col], kv_ready, v_smem)
+    _copy_tile(k_desc, b, g, n0, kv_ready, k_smem, BN, DP)
+    _copy_tile(v_desc, b, g, n0, kv_ready, v_smem, BN, DP)
     for step in range(0, last - first):
         stage, phase = step % STAGES, step // STAGES & 1
         at = row_tile + first + step
@@ -460,7 +464,7 @@ def _gradients(
 @gluon.jit
 def rows_bwd_key_kernel(
     k_desc, v_desc, q_desc, do_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, dq_ptr, oldest_ptr, newest_ptr, bounds_ptr,
-    counts_ptr, k_rb, k_cb, k_cg, v_rb, v_cb, v_cg, group_start, N, W, S, scale,
+    counts_ptr, group_start, N, W, S, scale,
     G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, HAS_COUNTS: gl.constexpr,
     HAS_OLDEST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -478,8 +482,9 @@ def rows_bwd_key_kernel(
     oldest_ptr += wide * W
     newest_ptr += wide * W
     dq_ptr += wide * W * DP
-    k_smem = gl.allocate_shared_memory(dtype, [BN, DP], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [BN, DP], v_desc.layout)
+    key_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DP], dtype)
+    k_smem = gl.allocate_shared_memory(dtype, [BN, DP], key_tile)
+    v_smem = gl.allocate_shared_memory(dtype, [BN, DP], key_tile)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, DP], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, DP], do_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lse_desc.layout)
@@ -509,7 +514,7 @@ def rows_bwd_key_kernel(
             (_copy_rows, (
                 k_desc, v_desc, q_desc, do_desc, lse_desc, delta_desc, k_smem, v_smem, q_smem, do_smem, lse_smem,
                 delta_smem, kv_ready, q_ready, q_free, do_ready, do_free, first, last, local * (W // BM),
-                b * k_rb + n0, b * k_cb + g * k_cg, b * v_rb + n0, b * v_cb + g * v_cg, DP, BM, BN, STAGES,
+                b, g, n0, DP, BM, BN, STAGES,
             )),
         ],
         [1],

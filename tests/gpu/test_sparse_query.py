@@ -71,6 +71,22 @@ def test_windows_match_the_fp64_reference(D, H, G, window, deterministic):
     against_reference(sliding_window_attention, inputs, torch.bfloat16, **options)
 
 
+@pytest.mark.parametrize("dim", [0, 2], ids=["sequence", "head"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [96, 128])
+def test_what_stands_beside_a_head_does_not_reach_it(D, deterministic, dim):
+    """The next head, or the next sequence, is infinite; what pads a head's lanes and the last tile of keys is zero."""
+    inputs = random_inputs(2, 700, 4, 2, D, torch.bfloat16)
+    d_out = torch.randn_like(inputs["q"])
+    call = lambda **x: sliding_window_attention(**x, window=200, deterministic=deterministic)  # noqa: E731 - used twice
+    want = out_and_grads(call, inputs, d_out)
+    for x in inputs.values():
+        x.narrow(dim, x.shape[dim] // 2, x.shape[dim] // 2).fill_(torch.inf)
+    got = out_and_grads(call, inputs, d_out)
+    own = {name: x.narrow(dim, 0, x.shape[dim] // 2) for name, x in got.items()}
+    assert_matches(own, {name: x.narrow(dim, 0, x.shape[dim] // 2) for name, x in want.items()}, 1e-3)
+
+
 def test_rows_in_any_order_with_gradient_through_lse():
     inputs = random_inputs(2, 600, 8, 2, 128, torch.bfloat16)
     positions = torch.randint(0, 900, (2, 600), device="cuda")

@@ -212,6 +212,56 @@ def test_table_of_every_cell():
     assert torch.equal(read(**inputs, backend="reference"), read(**inputs, backend="reference", numbered=True))
 
 
+def attend_freesolo(q, k, v):
+    cos, sin = rope_tables(torch.arange(q.shape[1]), q.shape[3], 10000.0)
+    sizes = {"window": 40, "cell_size": 16, "query_block": 32, "top_k": 3, "retain": 2, "recent": 2}
+    ones = torch.ones(q.shape[2]), torch.ones(q.shape[3])
+    return freesolo_attention(q, k, v, *ones, cos, sin, **sizes, backend="triton")
+
+
+def attend_cells(q, k, v):
+    ranking = {"query_block": 32, "top_k": 3, "sigma": 4.0, "lam": 0.3, "retain": 2, "recent": 2}
+    return read_cells(q, split_cells(k, 16), split_cells(v, 16), None, **ranking, backend="triton").u
+
+
+def attend_window(q, k, v):
+    return sliding_window_attention(q, k, v, window=20, backend="triton")
+
+
+def attend_sparse(q, k, v, deterministic=False):
+    active = torch.arange(q.shape[1]).expand(q.shape[:2]) % 3 > 0
+    return sparse_query_attention(q, k, v, active, backend="triton", deterministic=deterministic)
+
+
+def attend_sparse_exactly(q, k, v):
+    return attend_sparse(q, k, v, deterministic=True)
+
+
+def attend_rows(q, k, v):
+    positions = torch.arange(q.shape[1]).expand(q.shape[:2])
+    return sparse_query_rows(q, positions, k, v, backend="triton")[0]
+
+
+@pytest.mark.parametrize(
+    ("attend", "dim", "D", "dtype", "number"),
+    [
+        pytest.param(attend, dim, 24, torch.float32, number, id=f"{attend.__name__}-{beside}")
+        for attend in (attend_freesolo, attend_cells, attend_window, attend_sparse, attend_sparse_exactly, attend_rows)
+        for dim, number, beside in ((2, torch.inf, "head"), (0, torch.nan, "sequence"))
+    ]
+    + [pytest.param(attend_window, 2, 96, torch.float16, torch.nan, id="d96")],
+)
+def test_what_stands_beside_a_head_does_not_reach_it(attend, dim, D, dtype, number):
+    """Where the next head, or the next sequence, is not finite: padded lanes and padded keys are zeros, not theirs."""
+    inputs = {name: x.to(dtype) for name, x in normal(q=(2, 50, 2, D), k=(2, 50, 2, D), v=(2, 50, 2, D)).items()}
+    d_out = torch.randn(2, 50, 2, D).to(dtype)
+    want = out_and_grads(attend, inputs, d_out)
+    for x in inputs.values():
+        x.select(dim, 1).fill_(number)
+    for name, got in out_and_grads(attend, inputs, d_out).items():
+        assert torch.equal(got.select(dim, 0), want[name].select(dim, 0)), name
+
+
 def test_sizes_that_the_kernels_refuse():
     q = torch.randn(1, 64, 1, 16)
     with pytest.raises(ValueError, match="16, 32, 64 or 128 tokens, got cell_size 8"):
