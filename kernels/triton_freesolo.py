@@ -22,6 +22,7 @@ from kernels.limits import CELL_SIZES, MAX_TOP_K
 from kernels.triton_cells import Choice, cell_strides, empty_summaries, order_capacity, prepare, retained_shape, select
 from kernels.triton_readout import (
     NORM_ROWS,
+    backward_step,
     empty_gradient,
     empty_parts,
     empty_shares,
@@ -313,12 +314,13 @@ def _fake_choice(q: Tensor, BG: int, N: int, pairs: int, top_k: int) -> tuple[Te
 # Entries with checked arguments, for freesolo.py and cells.py
 
 
-def _check_kernel_sizes(head_dim: int, cell_size: int, top_k: int) -> None:
-    check_head_dim(head_dim)
+def _check_kernel_sizes(q: Tensor, cell_size: int, top_k: int) -> None:
+    check_head_dim(q.shape[3])
     if cell_size not in CELL_SIZES:
         raise ValueError(f"the Triton kernels take cells of 16, 32, 64 or 128 tokens, got cell_size {cell_size}")
     if top_k > MAX_TOP_K:
         raise ValueError(f"the Triton kernels take top_k up to {MAX_TOP_K}, got {top_k}")
+    backward_step(q.dtype, q.shape[3], cell_size, q.device)
 
 
 def _resolve(deterministic: bool | None) -> bool:
@@ -338,7 +340,7 @@ def triton_freesolo(
     retain: int | None, recent: int, eps: float, deterministic: bool | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`measured_freesolo_attention` of freesolo.py on the GPU."""
-    _check_kernel_sizes(q.shape[3], cell_size, top_k)
+    _check_kernel_sizes(q, cell_size, top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, gain))
@@ -355,7 +357,7 @@ def triton_read_cells(
     top_k: int, sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int, deterministic: bool | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`read_cells` of cells.py on the GPU; cell_index None is 0 .. N-1."""
-    _check_kernel_sizes(q.shape[3], k_cells.shape[3], top_k)
+    _check_kernel_sizes(q, k_cells.shape[3], top_k)
     deterministic = _resolve(deterministic)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     index = None if cell_index is None else cell_index.int().contiguous()
@@ -370,7 +372,7 @@ def triton_choose_cells(
     sigma: float | Tensor, lam: float | Tensor, retain: int | None, recent: int,
 ) -> Tensor:  # fmt: skip
     """`choose_cells` of cells.py on the GPU: global indices, int32 [B, T, H, K]."""
-    _check_kernel_sizes(q.shape[3], k_cells.shape[3], top_k)
+    _check_kernel_sizes(q, k_cells.shape[3], top_k)
     sigma, lam = (_fp32_per_head(x, q.shape[2], q.device) for x in (sigma, lam))
     index = None if cell_index is None else cell_index.int().contiguous()
     columns = _choose_cells(q, k_cells, index, sigma, lam, query_start, query_block, top_k, retain, recent)

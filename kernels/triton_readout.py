@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_cells import TILE, Choice, run_length
-from kernels.triton_tools import LOG2E, cdiv, dot, fine_dtype, head_lanes, padded_dim, token_strides, with_rest
+from kernels.triton_tools import (
+    LOG2E,
+    cdiv,
+    dot,
+    fine_dtype,
+    head_lanes,
+    padded_dim,
+    shared_memory,
+    token_strides,
+    with_rest,
+)
 from kernels.triton_window import gradient_scale, merge_slots
 
 NORM_ROWS = 128  # rows that one program of the RMSNorm's backward takes
@@ -410,6 +420,22 @@ def read_forward(
     )  # fmt: skip
 
 
+def backward_step(dtype: torch.dtype, head_dim: int, cell_size: int, device: torch.device) -> int:
+    """Pairs that one step of the readout's backward takes: as many of TILE as shared memory holds beside a cell.
+
+    That is k and v of the cell, q and du of the pairs and of the next step one of these, weights and their gradients.
+
+    Raises:
+        ValueError: a cell that is too large.
+    """
+    DP, room = padded_dim(head_dim), shared_memory(device) - 2048
+    for step in (TILE, TILE // 2, TILE // 4):
+        if dtype.itemsize * (2 * cell_size * DP + 3 * step * DP + 2 * step * cell_size) <= room:
+            return step
+    raise ValueError(f"cells of {cell_size} tokens of heads of {head_dim} in {dtype} do not fit the "
+                     f"{room // 1024 + 2} KiB of shared memory of this GPU; take a smaller cell_size")  # fmt: skip
+
+
 class ReadoutGradient(NamedTuple):
     """The gradient of a chunk of heads' u, in units of size per row, and what its backward needs of the softmax.
 
@@ -446,10 +472,11 @@ def read_backward(
     N, extra = choice.lists.shape[2] - 1, _max_extra(q, H // G, K)
     if N == 0:
         return
+    step = backward_step(q.dtype, D, cell_size, q.device)
     _read_bwd_kernel[((N + extra) * len(heads),)](
         q, k, v, *gradient, choice.order, choice.lists, parts.x, parts.size, *shares, *token_strides(q), *k_strides,
         *v_strides, T, N, G, heads.start, extra, choice.order.shape[1], D**-0.5,
-        R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=TILE, RUN=run_length(T * (H // G) * K),
+        R=H // G, K=K, D=D, DP=padded_dim(D), S=cell_size, TILE=step, RUN=run_length(T * (H // G) * K),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     _sum_runs_kernel[(cdiv(cell_size * D, 512) * N * len(heads),)](

@@ -20,19 +20,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import triton_rows_hopper
-from kernels.triton_tools import LOG2E, MASKED, cdiv, dense_heads, dot, padded_dim, token_strides
+from kernels.triton_tools import LOG2E, MASKED, cdiv, dense_heads, dot, padded_dim, shared_memory, token_strides
 
 _FAR = tl.constexpr(2**30)  # beyond every position
 _BM = 64  # rows of a tile in the backward pass
 _SPREAD = 512  # tiles of a key/value head from which one head follows the other
 _SCRATCH = 2**30  # bytes of gathered rows and fp32 dq held at a time
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # one program of 128 + 128 (forward) or 256 (backward) threads that multiply, with 240 registers each, and 128 that copy
 _HOPPER_FORWARD = {"BM": 128, "BN": 128, "STAGES": 2, "num_warps": 4, "maxnreg": 168}
 _HOPPER_KEY = {"BN": 128, "STAGES": 2, "num_warps": 8, "maxnreg": 168}
@@ -430,32 +426,28 @@ def _scatter_kernel(
         tl.store(dq_ptr + line[:, None] * D + lane[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=here)
 
 
-def describe(x: Tensor, block: list[int], hopper: bool):
-    """A descriptor for Triton's or for Gluon's kernels by which the copy engine reads blocks of `x`.
-
-    What of a block lies beyond `x` in any dim is read as zeros.
-    """
-    shape, strides = list(x.shape), list(x.stride())
-    if not hopper:
-        return TensorDescriptor(x, shape, strides, block)
-    return GluonDescriptor(x, shape, strides, block, _shared_layout(x.dtype, tuple(block)))
-
-
-@functools.cache
-def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    if block[-2] == 1:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor by which kernels read blocks of `x`; what of a block lies beyond `x` in any dim is read as zeros."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 def on_hopper(x: Tensor) -> bool:
     """Whether the kernels of triton_rows_hopper.py serve `x` [B, N, H, D]."""
-    return x.is_cuda and x.dtype in _GLUON_DTYPES and padded_dim(x.shape[3]) in (64, 128) and _is_hopper(x.device)
+    fits = x.dtype in (torch.bfloat16, torch.float16) and padded_dim(x.shape[3]) in (64, 128)
+    return fits and x.is_cuda and _is_hopper(x.device)
 
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+    # first of all not AMD's: an MI300X says of itself that it is 9.4
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _hopper():
+    """The module of Hopper's kernels, imported where they are used: their dialect is not everywhere."""
+    from kernels import triton_rows_hopper
+
+    return triton_rows_hopper
 
 
 def as_table(x: Tensor) -> Tensor:
@@ -482,10 +474,12 @@ def forward_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
     return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 2}
 
 
-def key_config(dtype: torch.dtype, DP: int) -> dict[str, int]:
-    """Tile sizes of the backward kernel that owns keys."""
+def key_config(dtype: torch.dtype, DP: int, shared: int) -> dict[str, int]:
+    """Tile sizes of the backward kernel that owns keys, for `shared` bytes of shared memory."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
+    if DP > 64 and shared < 128 * 1024:
+        return {"BN": 64, "num_warps": 4, "num_stages": 2}
     return {"BN": 128, "num_warps": 8, "num_stages": 2}
 
 
@@ -516,14 +510,15 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> t
     if rows.tokens is not None and rows.positions is not None:
         lse.fill_(-torch.inf)
     keys, values = as_table(k), as_table(v)
-    programs = min(num_processors(q.device), cdiv(N * H // G, config["BM"]) * B * G)
     if on_hopper(q):
-        kernel, config = triton_rows_hopper.rows_fwd_kernel, _HOPPER_FORWARD
+        kernel, describe, config = _hopper().rows_fwd_kernel, _hopper().describe, _HOPPER_FORWARD
     else:
-        kernel = _rows_fwd_kernel
+        kernel, describe = _rows_fwd_kernel, _describe
+    programs = min(num_processors(q.device), cdiv(N * H // G, config["BM"]) * B * G)
     kernel[(programs,)](
-        q, *(describe(x, [1, 1, config["BN"], DP], on_hopper(q)) for x in (keys, values)), out, lse,
-        *(lse if x is None else x for x in rows[:4]), *token_strides(q), programs, B * G, N, S, rows.window or 0, rows.query_offset, rows.key_start, scale,
+        q, *(describe(x, [1, 1, config["BN"], DP]) for x in (keys, values)), out, lse,
+        *(lse if x is None else x for x in rows[:4]), *token_strides(q), programs, B * G, N, S,
+        rows.window or 0, rows.query_offset, rows.key_start, scale,
         G=G, R=H // G, D=D, DP=DP, **_bounds(rows), SPREAD=_SPREAD, **config,
     )  # fmt: skip
     return out, lse
@@ -534,7 +529,7 @@ class Gathered(NamedTuple):
 
     q: Tensor  # [groups * W, D, to 16 bytes]
     d_out: Tensor
-    dq: Tensor  # fp32 [groups * W, D], of Gluon's kernel padded and shuffled
+    dq: Tensor  # fp32 [groups * W, D], of the Hopper kernel padded and shuffled
     lse: Tensor  # fp32 [groups * W], in units of log 2
     delta: Tensor  # fp32 [groups * W], sum of out * d_out less the gradient of lse
     oldest: Tensor  # int32 [groups * W]
@@ -602,13 +597,15 @@ def _tile_gradients(
     counts, start, N, W, S, scale = numbers
     dtype, DP = near.q.dtype, sizes["DP"]
     bounds = (near.oldest, near.newest, near.bounds, counts, start, N, W)
-    rows = [describe(x, [_BM, DP], hopper) for x in (near.q, near.d_out)]
-    config = _HOPPER_KEY if hopper else key_config(dtype, DP)
-    keys = [describe(x, [1, 1, config["BN"], DP], hopper) for x in tables]
+    describe, config = _describe, key_config(dtype, DP, shared_memory(near.q.device))
+    if hopper:
+        describe, config = _hopper().describe, _HOPPER_KEY
+    rows = [describe(x, [_BM, DP]) for x in (near.q, near.d_out)]
+    keys = [describe(x, [1, 1, config["BN"], DP]) for x in tables]
     grid = (groups * cdiv(S, config["BN"]),)
     if hopper:
-        of_rows = [describe(x.view(-1, _BM), [1, _BM], True) for x in (near.lse, near.delta)]
-        triton_rows_hopper.rows_bwd_key_kernel[grid](
+        of_rows = [describe(x.view(-1, _BM), [1, _BM]) for x in (near.lse, near.delta)]
+        _hopper().rows_bwd_key_kernel[grid](
             *keys, *rows, *of_rows, dk, dv, near.dq, *bounds, S, scale, **sizes, BM=_BM, **config
         )
         return
@@ -618,7 +615,7 @@ def _tile_gradients(
     )  # fmt: skip
     if deterministic:
         config = query_config(dtype, DP)
-        keys = [describe(x, [1, 1, config["BN"], DP], False) for x in tables]
+        keys = [_describe(x, [1, 1, config["BN"], DP]) for x in tables]
         _rows_bwd_query_kernel[(groups * W // _BM,)](
             *keys, *rows, near.lse, near.delta, near.dq, *bounds, scale, **sizes, BM=_BM, **config
         )

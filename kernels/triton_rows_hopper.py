@@ -7,6 +7,10 @@ overlap with the other products of the tile (backward). Same arguments, same res
 Shapes: as in triton_rows.py; BM rows of a tile, BN keys of a tile.
 """
 
+import functools
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name in Triton 3.6
 _FAR = gl.constexpr(2**30)
@@ -307,8 +312,9 @@ def rows_fwd_kernel(
             )),
             (_copy_keys, (
                 k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                tokens_ptr, counts_ptr, positions_ptr, first_ptr, programs, tiles, BG, N, S, WINDOW, query_offset, key_start, G, R, DP, HAS_TOKENS, HAS_COUNTS, HAS_POSITIONS,
-                HAS_FIRST, HAS_WINDOW, SPREAD, BM, BN, STAGES,
+                tokens_ptr, counts_ptr, positions_ptr, first_ptr, programs, tiles, BG, N, S, WINDOW, query_offset,
+                key_start, G, R, DP, HAS_TOKENS, HAS_COUNTS, HAS_POSITIONS, HAS_FIRST, HAS_WINDOW, SPREAD, BM, BN,
+                STAGES,
             )),
         ],
         [4, 1],
@@ -520,3 +526,15 @@ def rows_bwd_key_kernel(
         [1],
         [24],
     )  # fmt: skip
+
+
+def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """`_describe` of triton_rows.py for these kernels, which also fixes how a block lies in shared memory."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _shared_layout(x.dtype, tuple(block)))
+
+
+@functools.cache
+def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    if block[-2] == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block))
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

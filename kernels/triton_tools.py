@@ -5,6 +5,8 @@ A padded head keeps its halves apart: lane j < DP/2 is dimension j, lane DP/2 + 
 rotary partner of a lane is DP/2 away whatever D is.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -47,6 +49,15 @@ def check_head_dim(head_dim: int) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"the Triton kernels take a head dim of at most {MAX_HEAD_DIM}, got {head_dim}; "
                          "backend='reference' has no such limit")  # fmt: skip
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take; the interpreter, which runs on a CPU, has no limit."""
+    if device.type != "cuda":
+        return 2**62
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block if torch.version.hip else properties.shared_memory_per_block_optin
 
 
 def fine_dtype(dtype: torch.dtype) -> torch.dtype:

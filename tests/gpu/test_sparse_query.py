@@ -180,7 +180,7 @@ def test_deterministic_gradients_have_the_same_bits_and_the_hopper_kernels_agree
 
 
 @pytest.mark.skipif(
-    torch.cuda.get_device_capability()[0] != 9, reason="compares the kernels for Hopper with the others"
+    not kernels.triton_rows._is_hopper(torch.device("cuda")), reason="compares the kernels for Hopper with the others"
 )
 def test_other_gpus_kernels_serve_the_same(monkeypatch):
     inputs = random_inputs(1, 2000, 14, 2, 128, torch.bfloat16)

@@ -1,111 +1,85 @@
-"""Every kernel compiles for a Hopper GPU, which is not needed for it.
+"""Every kernel compiles for the GPUs that we know, into what their multiprocessors hold; none of them is needed for it.
 
 The interpreter accepts programs that the compiler refuses, such as branches that give a name different shapes.
 """
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+import kernels.triton_readout
 import kernels.triton_rows
-from kernels.triton_freesolo import triton_freesolo, triton_read_cells
-from kernels.triton_rope import triton_apply_rope
-from kernels.triton_sparse_query import triton_rows_attention
+from tests.kernels.compile_only import SHARED_KIB, compile_case
 
-HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
-         torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
-
-
-def compile_only(kernel: JITFunction, *args, grid, warmup, **kwargs):
-    """Compile what a launch would run."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature, constants, aligned = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
-        name, value = parameter.name, values[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-        elif isinstance(value, TensorDescriptor | GluonDescriptor):
-            layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        multiple = isinstance(value, int) and value % 16 == 0
-        if signature[name] != "constexpr" and (isinstance(value, torch.Tensor) or multiple):
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        fn=kernel, signature=signature, constexprs=constants, attrs=aligned
-    )
-    compiled.append(triton.compile(source, target=HOPPER, options=options).metadata)
+HOPPER = [
+    ("freesolo", {"D": 64, "G": 2, "retain": 64}),
+    ("freesolo", {"D": 96, "G": 1, "retain": None, "top_k": 1}),
+    ("read_cells", {"D": 64}),
+    ("rows", {"D": 128, "window": 4095, "sparse": False, "deterministic": False, "hopper": True}),
+    ("rows", {"D": 64, "window": None, "sparse": True, "deterministic": False, "hopper": True}),
+    ("rows", {"D": 96, "window": None, "sparse": True, "deterministic": True}),
+    ("rope", {}),
+]
+# the widest heads, which take most shared memory
+WIDEST = [
+    ("freesolo", {"D": 128, "G": 2, "retain": 64, "top_k": 1}),
+    ("rows", {"D": 128, "window": 4095, "sparse": True, "deterministic": False}),
+]
+EXACT = ("rows", {"D": 128, "window": None, "sparse": False, "deterministic": True})
+JOBS = [(90, *job) for job in HOPPER] + [
+    (capability, *job) for capability in (80, 86, 89, 100, 120) for job in (*WIDEST, *([EXACT] * (capability == 86)))
+]
 
 
-compiled = []
+@pytest.fixture(scope="module")
+def compiled() -> dict[int, dict[str, int]]:
+    """For each compute capability, the most shared memory that each kernel takes."""
+    found: dict[int, dict[str, int]] = {capability: {} for capability in SHARED_KIB}
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for (capability, *_), shared in zip(JOBS, pool.map(compile_case, *zip(*JOBS, strict=True)), strict=True):
+            for name, size in shared.items():
+                found[capability][name] = max(size, found[capability].get(name, 0))
+    return found
 
 
-@pytest.fixture(autouse=True)
-def _compile(monkeypatch):
-    compiled.clear()
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    yield
-    assert compiled
-    shared = {kernel.name: kernel.shared for kernel in compiled}
-    assert max(shared.values()) <= 227 * 1024, f"more shared memory than a Hopper multiprocessor has: {shared}"
-
-
-def leaves(*shapes, dtype=torch.bfloat16):
-    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-RANKING = {"top_k": 4, "sigma": 4.0, "lam": 1.0, "recent": 8, "deterministic": False}
-
-
-@pytest.mark.parametrize(("D", "G", "retain"), [(64, 2, 64), pytest.param(96, 1, None, marks=pytest.mark.slow)])
-def test_freesolo(D, G, retain):
-    q, k, v = leaves((1, 256, 2, D), (1, 256, G, D), (1, 256, G, D))
-    cos = torch.zeros(256, D // 2)
-    sizes = {"window": 512, "cell_size": 32, "query_block": 128, "eps": 1e-8}
-    out, _ = triton_freesolo(q, k, v, torch.ones(2), torch.ones(D), cos, cos, retain=retain, **sizes, **RANKING)
-    out.backward(torch.zeros_like(out))
-
-
-def test_read_cells():
-    q, k, v = leaves((1, 256, 2, 64), (1, 1, 8, 32, 64), (1, 1, 8, 32, 64))
-    index = torch.arange(8).expand(1, 1, 8)
-    out, _ = triton_read_cells(q, k, v, index, query_start=128, query_block=128, retain=64, **RANKING)
-    out.backward(torch.zeros_like(out))
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_kernels_fit(compiled, capability):
+    shared = compiled[capability]
+    assert {"_window_bwd_key_kernel", "_read_bwd_kernel"} < shared.keys()
+    assert "rows_bwd_key_kernel" in shared if capability == 90 else "_rows_bwd_key_kernel" in shared
+    limit = SHARED_KIB[capability] * 1024
+    assert max(shared.values()) <= limit, f"more shared memory than the {limit} bytes there are: {shared}"
 
 
 @pytest.mark.parametrize(
-    ("D", "window", "documents", "sparse", "deterministic", "hopper"),
-    [
-        pytest.param(128, 4095, True, False, False, True, id="window"),
-        pytest.param(128, None, False, True, False, True, id="sparse"),
-        pytest.param(96, None, True, True, True, False, id="deterministic"),
-        pytest.param(64, None, False, True, False, True, marks=pytest.mark.slow, id="d64"),
-        pytest.param(128, None, False, True, False, False, marks=pytest.mark.slow, id="other-gpus"),
-    ],
-)
-def test_rows(D, window, documents, sparse, deterministic, hopper, monkeypatch):
-    monkeypatch.setattr(kernels.triton_rows, "on_hopper", lambda x: hopper)
-    q, k, v = leaves((1, 256, 4, D), (1, 256, 2, D), (1, 256, 2, D))
-    options = {
-        "first_key": torch.zeros(1, 256, dtype=torch.int64) if documents else None,
-        "active": torch.ones(1, 256, dtype=torch.bool) if sparse else None,
-    }
-    out, lse = triton_rows_attention(q, k, v, window=window, scale=1.0, deterministic=deterministic, **options)
-    (out.sum() + lse.sum()).backward()
+    ("cell_size", "dtype", "kib", "step"),
+    [(32, torch.bfloat16, 227, 64), (32, torch.bfloat16, 99, 64), (128, torch.bfloat16, 227, 64),
+     (128, torch.bfloat16, 99, 16), (32, torch.float32, 99, 32), (128, torch.float32, 227, 32)],
+)  # fmt: skip
+def test_steps_of_the_readout_fit(cell_size, dtype, kib, step, monkeypatch):
+    """What was measured: bf16 cells of 128 tokens take 145 KiB at 64 pairs, fp32 cells of 32 take 105."""
+    monkeypatch.setattr(kernels.triton_readout, "shared_memory", lambda device: kib * 1024)
+    assert kernels.triton_readout.backward_step(dtype, 128, cell_size, torch.device("cpu")) == step
 
 
-def test_rope():
-    (q,) = leaves((2, 256, 4, 96))
-    out = triton_apply_rope(q, torch.zeros(256, 48), torch.zeros(256, 48))
-    out.backward(torch.zeros_like(out))
+@pytest.mark.parametrize(("hip", "capability", "hopper"), [(None, 9, True), (None, 8, False), ("7.0", 9, False)])
+def test_amd_is_not_hopper(hip, capability, hopper, monkeypatch):
+    """An MI300X says of itself that it is 9.4, and has neither Hopper's copy engine nor its products."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 4))
+    assert kernels.triton_rows._is_hopper.__wrapped__(torch.device("cuda")) is hopper
+
+
+def test_gluon_is_imported_where_it_is_used_only():
+    folder = Path(kernels.triton_rows.__file__).parent
+    named = {path.name for path in folder.rglob("*.py") if "gluon" in path.read_text()}
+    assert named == {"triton_rows_hopper.py"}
+
+
+def test_cells_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(kernels.triton_readout, "shared_memory", lambda device: 99 * 1024)
+    with pytest.raises(ValueError, match=r"128 tokens of heads of 128 in torch.float32 do not fit the 99 KiB"):
+        kernels.triton_readout.backward_step(torch.float32, 128, 128, torch.device("cpu"))
