@@ -25,7 +25,7 @@ from data_prep.cache import ShardFolder
 from data_prep.guard import WAY_OUT, DataError, Split, check_masks, check_split, split_facts
 from data_prep.host import once_per_host
 from data_prep.prefetch import Prefetcher
-from data_prep.scratch import Scratch
+from data_prep.scratch import Scratch, remove_segments
 from recipes.errors import UserError
 from recipes.schema import DataConfig, TrainConfig
 
@@ -126,6 +126,7 @@ class TrainLoader:
                 num_workers=num_workers,
                 collate_fn=partial(collate, recall_beta=recall_beta, switch_beta=switch_beta),
                 persistent_workers=num_workers > 0,
+                worker_init_fn=_leave_process_group,
                 multiprocessing_context="fork" if num_workers else None,  # workers only read; seconds less to start
                 generator=torch.Generator(),  # else every epoch would draw from the training's own generator
             )
@@ -263,6 +264,12 @@ class TrainLoader:
         self._dataset.release()
         self.scratch.close()
 
+    def abandon(self) -> None:
+        """`close`, where the job has failed: the rank that should remove the shared memory may be stopped or dead."""
+        prefix = self._dataset._shm_prefix_int
+        self.close()
+        remove_segments(prefix)
+
     def __enter__(self) -> Self:
         return self
 
@@ -330,6 +337,11 @@ class _Sequences(StreamingDataset):
             with contextlib.suppress(BufferError):  # a thread that is stuck still looks at it
                 segment.cleanup()
                 atexit.unregister(segment.cleanup)
+
+
+def _leave_process_group(_worker: int) -> None:
+    """A signal to the rank and its children, as torchrun and a terminal send, is the rank's to obey."""
+    os.setpgid(0, 0)
 
 
 def _epoch(dataloader: StreamingDataLoader, expected: int) -> Iterator[MicroBatch]:

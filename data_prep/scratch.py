@@ -68,6 +68,12 @@ class Scratch:
             self._note.write_text(json.dumps({"prefix": prefix, "inode": inode}))
 
 
+def remove_segments(prefix: int) -> None:
+    """Remove the shared memory numbered `prefix`; processes that look at it go on doing so."""
+    for segment in SHARED_MEMORY.glob(f"{prefix:06}_*"):
+        segment.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Make the folder; no other process comes or goes meanwhile, so that none is removed that has just been entered."""
@@ -155,6 +161,5 @@ def _sweep(folder: Path) -> None:
         with contextlib.suppress(OSError, ValueError):
             owned = json.loads(note.read_text())
             if _locals(owned["prefix"]).stat().st_ino == owned["inode"]:
-                for segment in SHARED_MEMORY.glob(f"{owned['prefix']:06}_*"):
-                    segment.unlink(missing_ok=True)
+                remove_segments(owned["prefix"])
         note.unlink(missing_ok=True)

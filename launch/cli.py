@@ -79,7 +79,8 @@ def prep(
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train, or go on from the newest complete checkpoint of the run directory.
 
-    One process by itself, or every process of a torchrun job. SIGTERM and SIGUSR1 finish the step, save and exit 0.
+    One process by itself, or every process of a torchrun job. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C stop after the
+    micro-batch, save the last whole step and exit 0; so do ranks whose torchrun is gone.
     """
     loaded = load_recipe(recipe, overrides)
     failures.note_run_directory(loaded.run_dir)

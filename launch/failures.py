@@ -46,7 +46,7 @@ def report(error: Exception) -> int:
     """Say what has failed, keep the traceback of what is no UserError; returns the exit code."""
     if isinstance(error, UserError):
         sentence = one_line(error)
-        _log(f"{sentence}\n", only_if_there=True)
+        _log("".join(traceback.format_exception(error)), only_if_there=True)
     else:
         trace = "".join(traceback.format_exception(error))
         path = _log(trace)

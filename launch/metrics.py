@@ -5,8 +5,10 @@ import math
 import resource
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -109,6 +111,21 @@ def _gates_of(record: dict) -> dict:
     return {name: record[name] for name in ("step", *PANELS) if name in record}
 
 
+class _Screen:
+    """stderr, or nothing once its terminal or pipe is closed: a run does not end for want of a reader."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 class MetricsWriter:
     """Writes one JSON object a step, TensorBoard scalars every `log_interval` steps, and the progress line."""
 
@@ -117,7 +134,7 @@ class MetricsWriter:
         self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
         self._bar = tqdm(
             total=steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 20.0,
+            mininterval=0.5 if sys.stderr.isatty() else 20.0, file=_Screen(),
         )  # fmt: skip
         self._log_interval = log_interval
         self._gates = [_gates_of(one) for one in read_metrics(metrics) if "open_fraction" in one]
@@ -154,7 +171,7 @@ class MetricsWriter:
 
     def say(self, sentence: str) -> None:
         """Print above the progress line."""
-        self._bar.write(sentence, file=sys.stderr)
+        self._bar.write(sentence, file=_Screen())
 
     def close(self) -> None:
         """Draw the gates, flush everything."""

@@ -6,6 +6,7 @@ import sys
 
 from recipes.load import RecipeError
 
+LAUNCHER = os.getppid()  # who started this process: read before it can be gone
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # what starts several processes without telling them about each other: number of this one, of all
 STARTERS = {

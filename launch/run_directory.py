@@ -44,7 +44,7 @@ class RunDirectory:
         # held by the open file: a killed process leaves no lock behind
         self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - lives as long as the run
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not shared with forked children
         except OSError as error:
             raise UserError(f"{self.path}: another job is training here; stop it or choose another run_dir") from error
 

@@ -2,10 +2,10 @@
 
 import gc
 import os
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from data_prep.guard import check_manifest, read_manifest
 from data_prep.heldout import EvalReader
 from data_prep.host import host_folder
 from data_prep.loader import TrainLoader
+from launch import peers
 from launch.failures import name_ranks
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
 from launch.run_directory import RunDirectory
+from launch.stopping import Stop, StopNow, words
 from megatron_ext import checkpoint
 from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import Layout, init_layout
@@ -30,7 +32,6 @@ from recipes.kinds import KINDS
 from recipes.load import accumulation_steps, check_world, resolved
 from recipes.schema import ModelConfig, Recipe, TrainConfig
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAMPLES_SAID, LAYERS_SAID = 16, 4  # in the sentence about a step that is not finite
 # what may differ between a checkpoint and the run that continues it
 NOT_THE_MODEL = ("init_from", "init_std")
@@ -126,7 +127,9 @@ class Trainer:
             self.skipped = client.get("skipped", 0)
             self.loader.load_state_dict(client["data"])
             dist.barrier()  # a rank that is done at once must not take away what another still attaches to
-        self.stop_signal: int | None = None
+        self.saved_step = self.step  # of the last checkpoint
+        self.stop = Stop(speaks=self.layout.rank == 0)
+        self.stopping = 0  # why all ranks are about to stop, 0 while they are not
 
     # setting up
 
@@ -266,7 +269,7 @@ class Trainer:
         batches = [next(self.loader) for _ in range(self.accumulation)]
         measure = (self.step + 1) % self.recipe.train.log_interval == 0
         inputs = [self.model_input(batch, measure=measure, step=self.step) for batch in batches]
-        result = self.engine.train_step(inputs)
+        result = self.engine.train_step(inputs, between=partial(self._leave_if_told, self.step + 1))
         if not result.applied:
             self._not_finite(result, batches, inputs)
         self.loader.step_done()
@@ -326,9 +329,19 @@ class Trainer:
     # around the steps
 
     def evaluate(self) -> float:
-        """Mean unweighted loss over the held-out sequences."""
+        """Mean unweighted loss over the held-out sequences.
+
+        Raises:
+            StopNow: all ranks stop before they have measured it; not after the last step.
+        """
         assert self.heldout_reader is not None
-        return self.engine.evaluate(self.model_input(batch) for batch in self.heldout_reader)
+        return self.engine.evaluate(self._heldout_inputs())
+
+    def _heldout_inputs(self) -> Iterator[ModelInput]:
+        for number, batch in enumerate(self.heldout_reader):
+            if number > 0 and self.step < self.recipe.train.steps:
+                self._leave_if_told(self.step, self.accumulation + number)
+            yield self.model_input(batch)
 
     def save(self) -> None:
         """Write a checkpoint of the state after the last finished step."""
@@ -350,11 +363,23 @@ class Trainer:
             self.engine, self.run.checkpoints, step=self.step, facts=facts, client=client, keep=recipe.checkpoint.keep
         )
         self.run.log.info("saved %s", path)
+        self.saved_step = self.step
 
-    def must_stop(self) -> bool:
-        """Whether any rank has been told to stop: all ranks must leave at the same step."""
-        flag = torch.tensor(float(self.stop_signal is not None), device=self.layout.device)
-        return all_reduce(flag, dist.group.WORLD, "stop", dist.ReduceOp.MAX).item() > 0
+    def must_stop(self, step: int, done: int) -> bool:
+        """Whether any rank has been told to stop. Collective: all ranks must leave at the same place.
+
+        Args:
+            step, done: where this rank is: in which step, after how many of its micro-batches.
+        """
+        peers.mark(step, done)
+        reason = torch.tensor(float(self.stop.wanted()))
+        reason = int(all_reduce(reason, self.layout.control_group, "stop", dist.ReduceOp.MAX).item())
+        self.stopping = self.stopping or reason
+        return self.stopping > 0
+
+    def _leave_if_told(self, step: int, done: int) -> None:
+        if self.must_stop(step, done):
+            raise StopNow
 
     def due(self, interval: int) -> bool:
         """Whether something done every `interval` steps is due now; 0 is only at the end."""
@@ -387,19 +412,6 @@ def _flat(facts: dict, prefix: str = "") -> dict:
 
 
 @contextmanager
-def _stop_on_signal(trainer: Trainer) -> Iterator[None]:
-    def note(number: int, _frame) -> None:
-        trainer.stop_signal = number
-
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def short_collections() -> Iterator[None]:
     """Python's garbage collector looks only at objects that are made inside, not at all that was imported and built.
 
@@ -423,14 +435,28 @@ def train(recipe: Recipe) -> int:
         UserError: recipe, data, layout or checkpoint do not fit; nothing has been written over.
         TrainingError: a loss or gradient was not finite more often than the recipe allows.
         DataError: the shards are damaged.
+        PeerError: another rank has failed, stopped or gone.
     """
-    trainer = Trainer(recipe)
-    try:
-        with _stop_on_signal(trainer), short_collections():
-            _loop(trainer)
-    finally:
-        trainer.close()
+    with peers.explained(recipe.parallel.timeout_seconds):
+        trainer = Trainer(recipe)
+        with trainer.stop.listening():
+            try:
+                with short_collections():
+                    _loop(trainer)
+            except KeyboardInterrupt as interrupt:
+                raise TrainingError(
+                    f"ended at once by a second Ctrl-C: {_what_is_kept(trainer)}; the same command goes on from there"
+                ) from interrupt
+            except BaseException:
+                trainer.loader.abandon()
+                raise
+            finally:
+                trainer.close()
     return trainer.step
+
+
+def _what_is_kept(trainer: Trainer) -> str:
+    return f"step {trainer.saved_step} is saved" if trainer.saved_step else "no step had been saved"
 
 
 def _loop(trainer: Trainer) -> None:
@@ -458,16 +484,19 @@ def _loop(trainer: Trainer) -> None:
 
 def _steps(trainer: Trainer, writer: MetricsWriter | None) -> None:
     train, interval = trainer.recipe.train, trainer.recipe.checkpoint.interval
-    while trainer.step < train.steps:
-        record = trainer.train_step()
+    while trainer.step < train.steps and not trainer.stopping:
+        try:
+            record = trainer.train_step()
+        except StopNow:
+            break
         if trainer.heldout and trainer.due(train.eval_interval):
-            record["heldout_loss"] = trainer.evaluate()
+            with suppress(StopNow):
+                record["heldout_loss"] = trainer.evaluate()
         if writer:
             writer.write(record)
-        stopping = trainer.must_stop()
-        if stopping or trainer.due(interval):
+        if not trainer.must_stop(trainer.step + 1, 0) and trainer.due(interval):
             trainer.save()
-        if stopping:
-            if writer:
-                writer.say(f"told to stop: saved step {trainer.step}; the same command goes on from there")
-            return
+    if trainer.stopping and trainer.saved_step < trainer.step:
+        trainer.save()
+    if trainer.stopping and writer:
+        writer.say(f"{words(trainer.stopping)}: {_what_is_kept(trainer)}; the same command goes on from there")

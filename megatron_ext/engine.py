@@ -177,8 +177,15 @@ class TrainEngine:
     def _loss(self, batch: ModelInput, forward: Callable) -> torch.Tensor:
         return forward(batch.tokens, batch.context, batch.labels, batch.weights, loss_chunk=self.loss_chunk)
 
-    def train_step(self, batches: list[ModelInput]) -> StepResult:
-        """Forward, backward and update over `accumulation` micro-batches."""
+    def train_step(
+        self, batches: list[ModelInput], *, between: Callable[[int], None] = lambda done: None
+    ) -> StepResult:
+        """Forward, backward and update over `accumulation` micro-batches.
+
+        Args:
+            between: called after each micro-batch but the last with how many are done. What it raises ends the step;
+                the weights are as before it, and such an engine can be saved.
+        """
         assert len(batches) == self.accumulation
         self.deepspeed.train()
         step = self.deepspeed.global_steps  # with the skipped ones
@@ -198,6 +205,7 @@ class TrainEngine:
             self.deepspeed.backward(loss * (scale + 0 * loss.detach()))
             if number < self.accumulation:
                 self.deepspeed.step()
+                between(number)
         loss_sum, penalty_sum = self._totals(loss_sum, penalty_sum)
         mean_loss = loss_sum / max(weight_sum, 1e-12)
         grad_norm, applied = self._update()

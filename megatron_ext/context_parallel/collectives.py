@@ -15,6 +15,12 @@ Group = dist.ProcessGroup | None
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 ledger: Counter[str] = Counter()  # bytes received by this rank, by kind of traffic
+doing = {"collective": ""}  # the kind of traffic that this rank entered last, for whoever says where it hangs
+
+
+def _count(kind: str, size: int) -> None:
+    ledger[kind] += size
+    doing["collective"] = kind
 
 
 def group_size(group: Group) -> int:
@@ -47,7 +53,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
         ctx.group, ctx.kind = group, kind
-        ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+        _count(kind, x.numel() * x.element_size() * (group_size(group) - 1))
         return _gather(x, group)
 
     @staticmethod
@@ -55,7 +61,7 @@ class _AllGather(torch.autograd.Function):
         # Every rank used every rank's x, so x's gradient is the sum of what all of them hold for it. Half-precision
         # partial gradients are summed in fp32: eight roundings to bf16 would be worth more than the bytes saved.
         wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out
-        ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(ctx.group) - 1)
+        _count(ctx.kind, wide[0].numel() * wide.element_size() * (group_size(ctx.group) - 1))
         if dist.get_backend(ctx.group) == "gloo":  # has no reduce-scatter for every dtype
             wide = wide.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(wide, group=ctx.group)
@@ -80,7 +86,7 @@ def all_gather_constant(x: torch.Tensor, group: Group, kind: str) -> torch.Tenso
     """`all_gather` of what has no gradient (indices)."""
     if group_size(group) == 1:
         return x.unsqueeze(0)
-    ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+    _count(kind, x.numel() * x.element_size() * (group_size(group) - 1))
     return _gather(x, group)
 
 
@@ -106,7 +112,7 @@ class _StartGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Group, kind: str, flight: _Flight) -> torch.Tensor:
         ctx.flight, ctx.dtype = flight, x.dtype
-        ledger[kind] += x.numel() * x.element_size() * (group_size(group) - 1)
+        _count(kind, x.numel() * x.element_size() * (group_size(group) - 1))
         out = x.new_empty(group_size(group), *x.shape)
         flight.work = dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
         return out
@@ -128,7 +134,7 @@ class _FinishGather(torch.autograd.Function):
     def backward(ctx, d_out: torch.Tensor):
         flight, group = ctx.flight, ctx.group
         wide = d_out.float() if d_out.dtype in (torch.bfloat16, torch.float16) else d_out  # see _AllGather
-        ledger[ctx.kind] += wide[0].numel() * wide.element_size() * (group_size(group) - 1)
+        _count(ctx.kind, wide[0].numel() * wide.element_size() * (group_size(group) - 1))
         if dist.get_backend(group) == "gloo":
             wide = wide.clone(memory_format=torch.contiguous_format)
             flight.gradient = wide[group_rank(group)]
@@ -166,7 +172,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    ledger[kind] += x[0].numel() * x.element_size() * (group_size(group) - 1)
+    _count(kind, x[0].numel() * x.element_size() * (group_size(group) - 1))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
@@ -182,7 +188,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum (or `op`) of `x` over the ranks, in place, without a gradient; returns `x`."""
     if group_size(group) > 1:
-        ledger[kind] += x.numel() * x.element_size()
+        _count(kind, x.numel() * x.element_size())
         dist.all_reduce(x, op=op, group=group)
     return x
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.context_parallel.collectives import Group
+from megatron_ext.context_parallel.rendezvous import own_part, torchruns_store
 from recipes.errors import UserError
 from recipes.schema import DEVICES
 
@@ -22,6 +23,9 @@ _ALONE = {
     "MASTER_PORT": "29500",  # named by DeepSpeed, opened by nobody
     "LONGPITCH_ALONE": "1",
 }
+
+
+_control: dict[str, Group] = {}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Layout:
     tensor_group: Group
     context_group: Group
     data_context_group: Group  # the ranks over which ZeRO shards and gradients are summed
+    control_group: Group  # all ranks, for numbers on the CPU that no GPU should wait for
 
     @property
     def data(self) -> int:
@@ -96,6 +101,7 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        control_group=_control["group"],
     )
 
 
@@ -111,12 +117,20 @@ def _join_world(device: torch.device, timeout_seconds: float) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = torchruns_store(timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = own_part(store, rank=rank, world=world, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         if device.type == "cuda":  # a barrier would guess the device of a group that has not been used, and say so
             dist.all_reduce(torch.zeros(1, device=device))
     else:  # one process, no launcher: no port to open, but the libraries below read the same variables
         os.environ.update(_ALONE)
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
+    # a vote on the GPU would make every rank wait for what it has queued there
+    _control["group"] = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" else dist.group.WORLD
 
 
 def leave_layout() -> None:

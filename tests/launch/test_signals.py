@@ -48,7 +48,7 @@ def test_two_jobs_do_not_share_a_run_directory(shards, tmp_path):
     run_dir = tmp_path / "shared"
     run_dir.mkdir()
     with open(run_dir / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
         codes, outputs = finish(start(run_dir, shards, "parallel.context=1", world=1))
     assert codes == [1] and "another job is training here" in outputs[0]
     assert "Traceback" not in outputs[0]
