@@ -355,6 +355,11 @@ class LongpitchLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def as_dict(config: LongpitchConfig, asked: bool | None) -> bool:
+    """Whether a forward answers by names; the config's `return_dict` decides where the call does not."""
+    return bool(config.return_dict if asked is None else asked)
+
+
 class LongpitchPreTrainedModel(PreTrainedModel):
     """What transformers asks of every model."""
 
@@ -419,9 +424,18 @@ class LongpitchModel(LongpitchPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cache: DynamicCache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **_kwargs,
-    ) -> BaseModelOutputWithPast:
-        """attention_mask: [B, slots so far], 0 for padding. `cache` is another name of past_key_values."""
+    ) -> BaseModelOutputWithPast | tuple:
+        """attention_mask: [B, slots so far], 0 for padding. `cache` is another name of past_key_values.
+
+        hidden_states are what each layer reads, and the normalised output: num_hidden_layers + 1 times [B, T, hidden].
+        """
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions: an L2A model keeps no attention weights; leave it out")
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = self._prepare(past_key_values if cache is None else cache) if use_cache else None
@@ -436,9 +450,14 @@ class LongpitchModel(LongpitchPreTrainedModel):
             if is_real is not None:
                 position_ids = (is_real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         sequence = Sequence(position_ids.expand(x.shape[0], -1), is_real, past, self.config)
+        read = ()
         for layer in self.layers:
+            read = (*read, x) if keep else ()
             x = layer(x, sequence, cache)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: cache})
+        x = self.norm(x)
+        hidden = (*read, x) if keep else None
+        found = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **{CACHE: cache})
+        return found if as_dict(self.config, return_dict) else found.to_tuple()
 
 
 class LongpitchForCausalLM(LongpitchPreTrainedModel, GenerationMixin):
@@ -465,14 +484,22 @@ class LongpitchForCausalLM(LongpitchPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: DynamicCache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **_kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple:
         """Logits [B, T or logits_to_keep, V]; with labels [B, T] the mean next-token loss besides."""
         past_key_values = past_key_values if cache is None else cache
-        found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        found = self.model(*given, **asked, return_dict=True)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: found.get(CACHE)})
+        found = CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=found.hidden_states, **{CACHE: found.get(CACHE)}
+        )
+        return found if as_dict(self.config, return_dict) else found.to_tuple()
