@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from launch.run_directory import read_metrics
+from launch.run_directory import read_metrics, written
 from megatron_ext.model import head_dim
 from recipes.kinds import KINDS
 from recipes.schema import ModelConfig
@@ -130,8 +130,11 @@ class MetricsWriter:
     """Writes one JSON object a step, TensorBoard scalars every `log_interval` steps, and the progress line."""
 
     def __init__(self, metrics: Path, tensorboard: Path, *, first_step: int, steps: int, log_interval: int):
-        self._file = open(metrics, "a")  # noqa: SIM115 - lives as long as the run
-        self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+        self._metrics, self._tensorboard = metrics, tensorboard
+        with written(metrics):
+            self._file = open(metrics, "a")  # noqa: SIM115 - lives as long as the run
+        with written(tensorboard):
+            self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
         self._bar = tqdm(
             total=steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 20.0, file=_Screen(),
@@ -141,10 +144,21 @@ class MetricsWriter:
         self._drawn = 0  # step of the last picture
 
     def write(self, record: dict) -> None:
-        """Append one step's record."""
+        """Append one step's record.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
         record = {name: _json_number(value) for name, value in record.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with written(self._metrics):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        with written(self._tensorboard):
+            self._write_board(record)
+        self._bar.set_postfix_str(f"loss {_short(record['loss'])} lr {record['lr']:.2e}", refresh=False)
+        self._bar.update()
+
+    def _write_board(self, record: dict) -> None:
         if record["step"] % self._log_interval == 0 or "heldout_loss" in record:
             for name, value in record.items():
                 if name != "step" and value is not None:
@@ -153,8 +167,6 @@ class MetricsWriter:
             self._gates.append(_gates_of(record))
         if "heldout_loss" in record:
             self._draw_gates()
-        self._bar.set_postfix_str(f"loss {_short(record['loss'])} lr {record['lr']:.2e}", refresh=False)
-        self._bar.update()
 
     def _scalar(self, name: str, value: float | list[float], step: int) -> None:
         if isinstance(value, list):
@@ -175,7 +187,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Draw the gates, flush everything."""
-        self._draw_gates()
         self._bar.close()
-        self._board.close()
-        self._file.close()
+        with written(self._metrics):
+            self._file.close()
+        with written(self._tensorboard):
+            self._draw_gates()
+            self._board.close()

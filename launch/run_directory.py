@@ -4,7 +4,9 @@ import fcntl
 import logging
 import platform
 import subprocess
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +25,34 @@ from recipes.schema import ModelConfig, Recipe
 PACKAGES = ("torch", "deepspeed", "megatron-core", "mosaicml-streaming", "omegaconf")
 
 
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Inside, an error of the disk becomes a sentence that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} could not be written ({error.strerror or error}); free space, or see to the disk, and the same "
+            "command goes on from the last checkpoint"
+        ) from error
+
+
+class _LogFile(logging.FileHandler):
+    """A log for want of which no run ends: what it cannot take is said once on the screen."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.said:
+            self.said = True
+            why = sys.exc_info()[1]
+            print(f"{self.baseFilename} could not be written ({why}); the run goes on without it", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # tries again what could not be written
+            super().close()
+
+
 class RunDirectory:
     """Paths of a run, and what is done to them when it starts and resumes. Only rank 0 writes, but for its own log."""
 
@@ -34,11 +64,12 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.temp = host_folder(self.path).with_suffix(".job")
         self._lock = None
-        self.logs.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            self.checkpoints.mkdir(exist_ok=True)
-            self._take_lock()
-        self.log = self._open_log()
+        with written(self.path):
+            self.logs.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                self.checkpoints.mkdir(exist_ok=True)
+                self._take_lock()
+            self.log = self._open_log()
 
     def _take_lock(self) -> None:
         # held by the open file: a killed process leaves no lock behind
@@ -52,7 +83,7 @@ class RunDirectory:
         log = logging.getLogger(f"longpitch.run.{self.path}.{self.rank}")
         log.setLevel(logging.INFO)
         log.propagate = False
-        handler = logging.FileHandler(self.logs / f"rank_{self.rank}.log")
+        handler = _LogFile(self.logs / f"rank_{self.rank}.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         return log
