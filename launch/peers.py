@@ -21,7 +21,8 @@ from recipes.errors import UserError
 GRACE = 5.0  # seconds that ranks differ in when they notice
 WAY_OUT = "the same command goes on from the last checkpoint"
 MOST_SAID = 300  # characters of another rank's sentence
-COLLECTIVES = {"loss": "the sum of the loss", "stop": "the vote on stopping"}
+COLLECTIVES = {"loss": "the sum of the loss", "stop": "the vote on stopping",
+               "checkpoint": "choosing, writing or reading a checkpoint"}  # fmt: skip
 
 _mine: dict[str, Any] = {}
 

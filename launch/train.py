@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -19,9 +21,9 @@ from data_prep.loader import TrainLoader
 from launch import peers
 from launch.failures import name_ranks
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
-from launch.run_directory import RunDirectory
+from launch.run_directory import RunDirectory, written
 from launch.stopping import Stop, StopNow, words
-from megatron_ext import checkpoint
+from megatron_ext import checkpoint, checkpoint_choice
 from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import Layout, init_layout
 from megatron_ext.context_parallel.sequence import own_slice
@@ -35,6 +37,7 @@ from recipes.schema import ModelConfig, Recipe, TrainConfig
 SAMPLES_SAID, LAYERS_SAID = 16, 4  # in the sentence about a step that is not finite
 # what may differ between a checkpoint and the run that continues it
 NOT_THE_MODEL = ("init_from", "init_std")
+PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NOT_THE_ATTENTION = ("backend", "alpha_init", "leak_probability")
 
 
@@ -56,6 +59,13 @@ def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:
     """fp32 or bf16; `auto` is bf16 on a GPU."""
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if bf16 else torch.float32
+
+
+def changed_keys(then: dict, now: dict) -> str:
+    """The keys of a recipe that have another value now, in one line."""
+    then, now = _flat(then), _flat(now)
+    keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+    return ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in keys)
 
 
 def penalty_settings(train: TrainConfig) -> PenaltySettings:
@@ -113,7 +123,11 @@ class Trainer:
         )
         self.accumulation = accumulation_steps(recipe, self.layout.data)
         self.run = RunDirectory(recipe.run_dir, rank=self.layout.rank)
-        self.resumed_from = checkpoint.newest_complete(self.run.checkpoints)
+        self.seen_limit = min(checkpoint_choice.SEEN_LIMIT, parallel.timeout_seconds / 2)
+        checkpoint_choice.check_shared(self.run.path, self.layout.rank, limit_seconds=self.seen_limit)
+        self.resumed_from = checkpoint_choice.choose(
+            self.run.checkpoints, self.layout, warn=self._warn, limit_seconds=self.seen_limit
+        )
         self.step, self.tokens = 0, 0
         self.skipped = 0  # steps of the whole run that were not finite
         self.open_fraction = 1.0  # of the last logged step, the mean over layers; for the count of FLOP
@@ -132,6 +146,10 @@ class Trainer:
         self.stopping = 0  # why all ranks are about to stop, 0 while they are not
 
     # setting up
+
+    def _warn(self, sentence: str) -> None:
+        print(sentence, file=sys.stderr)
+        self.run.log.warning(sentence)
 
     def _open_shards(self, shards: str) -> ShardFolder:
         data = self.recipe.data
@@ -166,6 +184,7 @@ class Trainer:
         if facts is not None:
             self._check_same_model(facts)
             self._check_same_tokenizer(self.resumed_from, facts)
+            self._check_same_precision(facts)
             self.universal = checkpoint.needs_universal(facts, layout, recipe.parallel.zero_stage)
         dtype = precision_of(recipe, layout.device)
         model = draw_model(recipe, layout)
@@ -188,7 +207,23 @@ class Trainer:
         )
         if origin is not None and dtype == torch.bfloat16:
             checkpoint.load_masters(engine, origin)
+        if facts is not None:
+            if "trained" not in facts:
+                self.run.log.warning(
+                    "%s does not say what trained: train.freeze and train.train_only must be as they were",
+                    self.resumed_from,
+                )
+            checkpoint.check_trained(self.resumed_from, facts, engine.trained)
         return engine
+
+    def _check_same_precision(self, facts: dict) -> None:
+        ours = PRECISION_NAMES[precision_of(self.recipe, self.layout.device)]
+        if facts.get("precision", ours) != ours:
+            raise checkpoint.CheckpointError(
+                f"{self.resumed_from} was trained in {facts['precision']} and this run would go on in {ours}: set "
+                f"train.precision={facts['precision']}, or start another run_dir with "
+                f"model.init_from={self.resumed_from}"
+            )
 
     def _check_same_model(self, facts: dict) -> None:
         saved, ours = _flat(facts["model"]), _flat(model_facts(self.recipe.model))
@@ -232,7 +267,12 @@ class Trainer:
         if self.resumed_from is None:
             return None
         client = checkpoint.load(self.engine, self.resumed_from, universal=self.universal)
+        place = {key: client[key] for key in ("step", "tokens", "data")}
+        checkpoint_choice.check_alike(place, f"{self.resumed_from} has brought ranks to different places")
         self.run.log.info("resumed from %s%s", self.resumed_from, " through a universal checkpoint" * self.universal)
+        saved = checkpoint.read_facts(self.resumed_from).get("recipe")
+        if saved and (changes := changed_keys(saved, asdict(self.recipe))):
+            self.run.log.info("the recipe holds where it is not the checkpoint's: %s", changes)
         return client
 
     # one step
@@ -351,6 +391,9 @@ class Trainer:
             "tokenizer": self.tokenizer_hash,
             "layout": checkpoint.layout_facts(self.layout, recipe.parallel.zero_stage),
             "model": model_facts(recipe.model),
+            "trained": self.engine.trained,
+            "precision": PRECISION_NAMES[precision_of(recipe, self.layout.device)],
+            "recipe": asdict(recipe),
         }
         client = {
             "step": self.step,
@@ -360,7 +403,13 @@ class Trainer:
             "skipped": self.skipped,
         }
         path = checkpoint.save(
-            self.engine, self.run.checkpoints, step=self.step, facts=facts, client=client, keep=recipe.checkpoint.keep
+            self.engine,
+            self.run.checkpoints,
+            step=self.step,
+            facts=facts,
+            client=client,
+            keep=recipe.checkpoint.keep,
+            limit_seconds=self.seen_limit,
         )
         self.run.log.info("saved %s", path)
         self.saved_step = self.step
@@ -467,8 +516,9 @@ def _loop(trainer: Trainer) -> None:
         return
     writer = None
     if rank0:
-        run.rewind_metrics(trainer.step)
-        run.write_recipe(recipe, step=trainer.step)
+        with written(run.path):
+            run.rewind_metrics(trainer.step)
+            run.write_recipe(recipe, step=trainer.step)
         train = recipe.train
         writer = MetricsWriter(
             run.metrics, run.tensorboard, first_step=trainer.step, steps=train.steps, log_interval=train.log_interval

@@ -1,12 +1,11 @@
-"""Checkpoints that are complete or absent: written aside, synced to disk, renamed, then marked with complete.json.
+"""Checkpoints that are complete or absent: what a run saves and loads, and how one of another layout of GPUs is read.
 
-DeepSpeed writes the files; this module decides when they count, which one is the newest, and how one of another layout
-of GPUs is read (a universal checkpoint).
+DeepSpeed writes the files; `checkpoint_files` says which of them count, `checkpoint_choice` from which a run goes on.
 """
 
-import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -14,93 +13,111 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext import deepspeed_compat
-from megatron_ext.context_parallel.collectives import MAX, MIN, all_reduce, barrier, group_rank, group_size
+from megatron_ext import deepspeed_compat, deepspeed_files
+from megatron_ext.checkpoint_choice import SEEN_LIMIT, comes, on_rank_0
+from megatron_ext.checkpoint_files import (
+    MARK,
+    TAG,
+    WEIGHTS,
+    CheckpointError,
+    make_room,
+    mark_complete,
+    newest_whole,
+    publish,
+    read_facts,
+    remove_old,
+    sync,
+)
+from megatron_ext.checkpoint_files import find as find
+from megatron_ext.context_parallel.collectives import barrier, gather_objects, group_rank, group_size
 from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
 from megatron_ext.weight_slices import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
-from recipes.errors import UserError
 from recipes.kinds import KINDS
 from recipes.schema import ModelConfig
 
-TAG = "state"
-MARK = "complete.json"
 CONVERSION_LIMIT = 6 * 3600.0  # seconds; a conversion reads and writes the whole training state in one process
 POLL_SECONDS = 0.5
-WEIGHTS = "weights"  # folder of a checkpoint that holds weights only, as safetensors
 
 
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used; the message names it and the way out."""
-
-
-def newest_complete(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step under `folder`, or None. Incomplete ones do not exist."""
-    found = complete_checkpoints(folder)
-    return found[-1] if found else None
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints under `folder`, oldest first."""
-    marked = [mark.parent for mark in folder.glob(f"step_*/{MARK}")]
-    marked = [path for path in marked if path.name.removeprefix("step_").isdecimal()]  # not a copy set aside
-    return sorted(marked, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def find(path: str | Path) -> Path:
-    """The checkpoint that `path` names: a step folder itself, or the newest one of a run directory.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(path)
-    if (path / MARK).exists():
-        return path
-    found = newest_complete(path / "checkpoints")
-    if found is None:
-        raise CheckpointError(f"{path}: no complete checkpoint there; name a run directory or one of its step folders")
-    return found
-
-
-def read_facts(checkpoint: Path) -> dict:
-    """What complete.json says of a checkpoint: step, layout, model, hash of the tokenizer (None where unknown)."""
-    try:
-        facts = json.loads((checkpoint / MARK).read_text())
-        known = {key: facts[key] for key in ("step", "tokens", "layout", "model")}
-        return known | {"tokenizer": facts.get("tokenizer")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: its {MARK} cannot be read ({error}); remove the folder or restore it"
-        ) from error
-
-
-def save(engine: TrainEngine, folder: Path, *, step: int, facts: dict, client: dict, keep: int) -> Path:
-    """Write the training state of every rank as `folder/step_N` and drop all but the `keep` newest.
+def save(
+    engine: TrainEngine,
+    folder: Path,
+    *,
+    step: int,
+    facts: dict,
+    client: dict,
+    keep: int,
+    limit_seconds: float = SEEN_LIMIT,
+) -> Path:
+    """Write the training state of every rank as `folder/step_N` and drop all but the `keep` newest. Collective.
 
     Args:
         facts: JSON-able description that a later run compares itself with; goes into complete.json.
         client: anything picklable that `load` hands back; the same on every rank.
+        limit_seconds: after which a file that a rank has written must be there for rank 0.
+
+    Raises:
+        CheckpointError: a file could not be written, or rank 0 does not see it; what was there before stays.
     """
-    layout = engine.layout
-    target, partial = folder / f"step_{step}", folder / f".step_{step}.partial"
-    if (target / MARK).exists():
+    rank, target = engine.layout.rank, folder / f"step_{step}"
+    partial = on_rank_0(lambda: make_room(folder, step), rank)
+    if partial is None:
         return target
-    if layout.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)  # without its mark: a save that was killed after the rename
-        partial.mkdir(parents=True)
-    barrier()
-    engine.deepspeed.save_checkpoint(str(partial), tag=TAG, client_state=client, save_latest=False)
-    torch.save(_random_state(layout.device), partial / f"random_rank_{layout.rank}.pt")
-    barrier()
-    if layout.rank == 0:
-        _publish(partial, target, {"step": step} | facts)
-        for old in complete_checkpoints(folder)[:-keep]:
-            _remove_marked(old)
-    barrier()
+    reports = gather_objects(_write(engine, partial, client))
+
+    def finish() -> None:
+        _check_written(partial, reports, limit_seconds)
+        counted = {"files": [report["files"] for report in reports], "held": [report["held"] for report in reports]}
+        publish(partial, target, {"step": step} | facts | counted)
+        remove_old(folder, keep)
+
+    try:
+        on_rank_0(finish, rank)
+    except CheckpointError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # its space is needed
+        newest = newest_whole(folder)[0]
+        kept = f"{newest} is still there" if newest else "there is no other checkpoint"
+        raise CheckpointError(f"step {step} is not saved: {error}; {kept}") from error
     return target
+
+
+def _write(engine: TrainEngine, partial: Path, client: dict) -> dict:
+    """Write this rank's files into `partial`; what it wrote, what it holds, and what went wrong."""
+    layout = engine.layout
+    with deepspeed_files.written_files(engine.deepspeed) as written:
+        engine.deepspeed.save_checkpoint(str(partial), tag=TAG, client_state=client, save_latest=False)
+        written.save(_random_state(layout.device), str(partial / f"random_rank_{layout.rank}.pt"))
+    return {
+        "files": {os.path.relpath(path, partial): size for path, size in written.sizes.items()},
+        "held": _held(engine),
+        "error": written.error,
+        "host": socket.gethostname(),
+    }
+
+
+def _check_written(partial: Path, reports: list[dict], limit_seconds: float) -> None:
+    """Refuse a checkpoint of which rank 0 does not see what every rank has written."""
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            raise CheckpointError(f"rank {rank} on {report['host']}: {report['error']}; free space, or see to the disk")
+    for rank, report in enumerate(reports):
+        for name, size in report["files"].items():
+            file = partial / name
+            if not comes(lambda: file.exists() and file.stat().st_size == size, limit_seconds):  # noqa: B023
+                raise CheckpointError(
+                    f"{file}, {size} bytes, was written by rank {rank} on {report['host']} and is not there for rank 0 "
+                    f"on {socket.gethostname()}; choose a run_dir on a disk that all nodes share"
+                )
+
+
+def _held(engine: TrainEngine) -> list[int]:
+    return deepspeed_files.held_by_rank(
+        engine.deepspeed, engine.model, zero_stage=engine.zero_stage, group=engine.layout.data_context_group
+    )
 
 
 def save_weights(
@@ -118,38 +135,9 @@ def save_weights(
         writer.add(name, tensor)
     writer.close()
     for path in [*(checkpoint / WEIGHTS).iterdir(), checkpoint / WEIGHTS]:
-        _sync(path)
+        sync(path)
     whole = {"world": 1, "tensor": 1, "context": 1, "zero_stage": 0, "weights_only": True}
-    _mark_complete(checkpoint, {"step": 0, "tokens": 0, "layout": whole} | facts)
-
-
-def _publish(partial: Path, target: Path, facts: dict) -> None:
-    for path in [*partial.rglob("*"), partial]:
-        _sync(path)
-    partial.rename(target)
-    _mark_complete(target, facts)
-
-
-def _mark_complete(target: Path, facts: dict) -> None:
-    aside = target / (MARK + ".partial")
-    aside.write_text(json.dumps(facts, indent=1))
-    _sync(aside)
-    aside.rename(target / MARK)
-    _sync(target)
-    _sync(target.parent)
-
-
-def _remove_marked(folder: Path) -> None:
-    (folder / MARK).unlink()  # first, so that a kill in the middle leaves no half folder that counts
-    shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    mark_complete(checkpoint, {"step": 0, "tokens": 0, "layout": whole} | facts)
 
 
 def _random_state(device: torch.device) -> dict:
@@ -192,23 +180,24 @@ def load(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> dict:
         universal: what `needs_universal` said, and what the engine was built with.
     """
     layout = engine.layout
-    if universal:
-        converted = universal_form(checkpoint, rank=layout.rank)
+    converted = universal_form(checkpoint, rank=layout.rank) if universal else None
+    if converted is not None:
         path, client = deepspeed_compat.load_universal(engine.deepspeed, checkpoint, converted.name)
     else:
         path, client = deepspeed_compat.load_checkpoint(engine.deepspeed, checkpoint, TAG)
     if path is None:
         raise CheckpointError(f"{checkpoint}: DeepSpeed found nothing to load there; remove the folder and start again")
-    if universal:
+    if converted is not None:
         deepspeed_compat.restore_frozen_and_buffers(
             engine.model, checkpoint / TAG, zero_stage=engine.zero_stage, tensor_group=layout.tensor_group
         )
         barrier()
         if layout.rank == 0:
-            _remove_marked(converted)
+            (converted / MARK).unlink()  # first: half a conversion must not count
+            shutil.rmtree(converted, ignore_errors=True)
     else:
         _restore_random_state(checkpoint / f"random_rank_{layout.rank}.pt", layout.device)
-    _check_same_weights(engine, checkpoint)
+    _check_held(engine, checkpoint, universal=universal)
     return client
 
 
@@ -241,8 +230,8 @@ def _convert(checkpoint: Path, target: Path, failure: Path) -> None:
     try:
         deepspeed_compat.convert_to_universal(checkpoint, TAG)
         for path in [*target.rglob("*"), target]:
-            _sync(path)
-        _mark_complete(target, {})
+            sync(path)
+        mark_complete(target, {})
     except BaseException as error:
         failure.write_text(f"{type(error).__name__}: {error}")
         raise
@@ -270,15 +259,54 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_same_weights(engine: TrainEngine, checkpoint: Path) -> None:
-    """Refuse to go on when ranks that should hold the same weights do not (ZeRO-3 ranks hold different parts)."""
-    if engine.zero_stage == 3:
+def _check_held(engine: TrainEngine, checkpoint: Path, *, universal: bool) -> None:
+    """Refuse to go on when what the ranks hold now is not what was saved. Collective.
+
+    Every rank knows what it held then. In another layout the optimizer's parts are cut elsewhere, and only their sum
+    must be the same: that of the first tensor-parallel rank, since of what all of those hold alike one is converted.
+    """
+    layout, held = engine.layout, gather_objects(_held(engine))
+    saved = read_facts(checkpoint).get("held")
+    way_out = "is that one folder for all ranks? restore it, or remove it to go on from the one before"
+    tensor = layout.tensor
+    if saved is not None and universal:
+        then, now = (sum(one[0] for one in each[::tensor]) % 2**64 for each in (saved, held))
+        if then != now:
+            raise CheckpointError(f"{checkpoint}: the state that was loaded is not the one that was saved; {way_out}")
+    elif saved is not None:
+        wanted = saved if len(saved) == len(held) else [saved[rank % tensor] for rank in range(len(held))]
+        wrong = [rank for rank, (then, now) in enumerate(zip(wanted, held, strict=True)) if then != now]
+        if wrong:
+            raise CheckpointError(f"{checkpoint}: rank {wrong[0]} has loaded another state than was saved; {way_out}")
+    if engine.zero_stage < 3 and any(one[1] != held[rank % tensor][1] for rank, one in enumerate(held)):
+        raise CheckpointError(f"{checkpoint}: ranks have loaded different weights from it; {way_out}")
+
+
+def check_trained(checkpoint: Path, facts: dict, trained: dict) -> None:
+    """Refuse a checkpoint whose state is of other parameters than those that train now: ZeRO tells them by place only.
+
+    Args:
+        facts: of the checkpoint; where they do not say what trained, nothing is checked.
+        trained: `TrainEngine.trained`.
+    """
+    saved = facts.get("trained", trained)
+    more, less = ([name for name in a if name not in b] for a, b in ((trained, saved), (saved, trained)))
+    other = [name for name in saved if name in trained and saved[name] != trained[name]]
+    if more or less:
+        name, was, now = (more[0], "frozen", "trains") if more else (less[0], "trained", "is frozen")
+        what = f"{name} was {was} in it and {now} in the recipe"
+        count = len(more) + len(less) - 1
+        what += f" (and {count} more differ)" if count else ""
+    elif other:
+        what = f"{other[0]} is {saved[other[0]]} in it and {trained[other[0]]} here"
+    elif list(saved) != list(trained):
+        what = "it holds its parameters in another order; use the versions that recipe.yaml names"
+    else:
         return
-    sums = torch.stack([parameter.detach().double().sum() for parameter in engine.model.parameters()])
-    group = engine.layout.data_context_group
-    largest, smallest = (all_reduce(sums.clone(), group, "checkpoint", op) for op in (MAX, MIN))
-    if not torch.equal(largest, smallest):
-        raise CheckpointError(f"{checkpoint}: ranks loaded different weights from it; is the folder on a shared disk?")
+    raise CheckpointError(
+        f"{checkpoint}: {what}; set train.freeze and train.train_only back, or start another run_dir with "
+        f"model.init_from={checkpoint}"
+    )
 
 
 # what two models must have in common for the one's weights to mean the same in the other, whatever the attention

@@ -154,6 +154,12 @@ class TrainEngine:
         self.accumulation, self.loss_chunk = accumulation, loss_chunk
         self.frozen = frozenset(freeze_parameters(model, settings.freeze, settings.train_only))  # names
         self.gates = sum(isinstance(module, Router) for module in model.modules())  # pruned layers have none
+        # in the order in which DeepSpeed lays their state out; shapes of this tensor-parallel rank's parts
+        self.trained = {
+            name: {"shape": list(parameter.shape), "decays": _decays(parameter)}
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         model.to(layout.device)
         optimizer = _optimizer(model, settings, layout.device)
         constants = ("weight_decay", "betas", "eps")

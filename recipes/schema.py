@@ -203,7 +203,7 @@ class CheckpointConfig:
     """When the training state is saved, and how many are kept."""
 
     interval: int = 1000  # steps; 0: only at the end and on SIGTERM or SIGUSR1
-    keep: int = 2  # newest complete checkpoints
+    keep: int = 2  # newest whole checkpoints; a damaged one is never removed
 
 
 @dataclass

@@ -6,6 +6,7 @@ rank receives from others, under the name that the caller gives the traffic ("wi
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,22 @@ def group_rank(group: Group) -> int:
 def barrier() -> None:
     """Wait for every rank of the world."""
     dist.barrier()
+
+
+def gather_objects(x: Any) -> list:
+    """`x` of every rank of the world, in their order, on every rank; anything small that can be pickled."""
+    doing["collective"] = "checkpoint"
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, x)
+    return everyone
+
+
+def from_rank_0(x: Any) -> Any:
+    """What rank 0 of the world has given as `x`; anything small that can be pickled."""
+    doing["collective"] = "checkpoint"
+    values = [x]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def tensor_parallel_group() -> Group:

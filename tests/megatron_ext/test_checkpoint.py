@@ -10,17 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext import checkpoint
-from megatron_ext.checkpoint import (
+from megatron_ext.checkpoint import layout_facts, needs_universal, save, universal_form
+from megatron_ext.checkpoint_files import (
     MARK,
     CheckpointError,
     complete_checkpoints,
     find,
-    layout_facts,
-    needs_universal,
-    newest_complete,
+    newest_whole,
     read_facts,
-    save,
-    universal_form,
 )
 
 
@@ -34,6 +31,10 @@ def step(folder: Path, name: str, mark: str | None = "{}") -> Path:
     return path
 
 
+def newest(folder: Path) -> Path | None:
+    return newest_whole(folder)[0]
+
+
 # which checkpoints there are
 
 
@@ -41,7 +42,7 @@ def test_order_is_by_number(tmp_path):
     for number in (100, 9, 10):
         step(tmp_path, f"step_{number}")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_9", "step_10", "step_100"]
-    assert newest_complete(tmp_path) == tmp_path / "step_100"
+    assert newest(tmp_path) == tmp_path / "step_100"
 
 
 def test_incomplete_ones_do_not_exist(tmp_path):
@@ -49,18 +50,18 @@ def test_incomplete_ones_do_not_exist(tmp_path):
     step(tmp_path, "step_20", mark=None)
     step(tmp_path, ".step_30.partial")
     (step(tmp_path, "step_40", mark=None) / f"{MARK}.partial").write_text("{}")
-    assert newest_complete(tmp_path) == tmp_path / "step_9"
+    assert newest(tmp_path) == tmp_path / "step_9"
 
 
 def test_none(tmp_path):
-    assert newest_complete(tmp_path) is None
-    assert newest_complete(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "absent") is None
 
 
 def test_folders_with_other_names_are_left_alone(tmp_path):
     step(tmp_path, "step_9")
     step(tmp_path, "step_9_copy")
-    assert newest_complete(tmp_path) == tmp_path / "step_9"
+    assert newest(tmp_path) == tmp_path / "step_9"
 
 
 def test_find(tmp_path):
@@ -169,14 +170,19 @@ class FileWriter:
     """Writes one file where DeepSpeed would write its shards; dies there when told to."""
 
     def __init__(self, killed: bool = False):
-        self.killed, self.saves = killed, 0
+        self.killed, self.saves, self.checkpoint_engine = killed, 0, None
 
     def save_checkpoint(self, folder: str, *, tag: str, client_state: dict, save_latest: bool) -> None:
         self.saves += 1
-        (Path(folder) / tag).mkdir()
-        (Path(folder) / tag / "shard").write_text(json.dumps(client_state))
+        self.checkpoint_engine.save(client_state, f"{folder}/{tag}/shard")
         if self.killed:
             raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(monkeypatch):
+    """The stand-in has no optimizer whose state could be summed up."""
+    monkeypatch.setattr(checkpoint, "_held", lambda _engine: [1, 2])
 
 
 FACTS = {"tokens": 30, "layout": {"world": 1}, "model": {"kind": "m"}}
@@ -189,9 +195,9 @@ def save_step(alone, folder: Path, number: int, *, keep: int = 2, writer: FileWr
 
 def test_saved_checkpoint_is_complete(alone, tmp_path):
     saved = save_step(alone, tmp_path, 3)
-    assert newest_complete(tmp_path) == saved == tmp_path / "step_3"
-    assert read_facts(saved) == {"step": 3, "tokenizer": None} | FACTS
-    assert (saved / "random_rank_0.pt").exists()
+    assert newest(tmp_path) == saved == tmp_path / "step_3"
+    files = {name: (saved / name).stat().st_size for name in ("state/shard", "random_rank_0.pt")}
+    assert read_facts(saved) == {"step": 3, "tokenizer": None, "files": [files], "held": [[1, 2]]} | FACTS
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
     assert not list(saved.rglob("*.partial"))
 
@@ -206,7 +212,7 @@ def test_kill_during_a_save_leaves_the_one_before(alone, tmp_path):
     save_step(alone, tmp_path, 3, keep=1)
     with pytest.raises(KeyboardInterrupt):
         save_step(alone, tmp_path, 4, keep=1, writer=FileWriter(killed=True))
-    assert newest_complete(tmp_path) == tmp_path / "step_3"
+    assert newest(tmp_path) == tmp_path / "step_3"
     save_step(alone, tmp_path, 4, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_4"]
 
@@ -214,7 +220,7 @@ def test_kill_during_a_save_leaves_the_one_before(alone, tmp_path):
 def test_kill_before_the_mark_is_saved_again(alone, tmp_path):
     step(tmp_path, "step_4", mark=None)
     saved = save_step(alone, tmp_path, 4)
-    assert newest_complete(tmp_path) == saved
+    assert newest(tmp_path) == saved
     assert not (saved / "weights").exists()
 
 
