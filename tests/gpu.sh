@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of the GPU kernels at full sizes; needs one NVIDIA GPU with 80 GB and takes about five minutes.
+# Runs the tests that need a GPU: the kernels at full sizes, and training from shards to a checkpoint and on from there.
+# One NVIDIA GPU with 80 GB, or two: then also what is cut over two. Takes about ten minutes.
 #   bash tests/gpu.sh                 all of them
 #   bash tests/gpu.sh ARGUMENTS...    pytest with these arguments
 # PYTHON chooses the interpreter; the default is .venv's, or python3 where there is none.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.cells import choose_cells, number_cells, read_cells, split_cells
-from kernels.freesolo import freesolo_attention, select_cells
+from kernels.freesolo import freesolo_attention, measured_freesolo_attention, select_cells
 from kernels.rope import rope_tables
 from kernels.window import sliding_window_attention
 from tests.numerics import out_and_grads
@@ -83,10 +83,15 @@ def test_matches_the_fp64_reference(B, T, H, G, D, dtype, kwargs):
     want = select_cells(inputs["q"], inputs["k"], **ranking, backend="reference")
     place = {"cell_size": kwargs.get("cell_size", 32), "sigma": 4.0, "lam": kwargs["lam"]}
     assert_same_choice(got, want, inputs["q"], inputs["k"], **place)
-    if torch.equal(got, want):  # gradients are compared given the selection
-        wide = {name: x.double() for name, x in inputs.items()}
-        want = out_and_grads(attend("reference", **kwargs), wide, d_out.double())
-        assert_matches(out_and_grads(attend(**kwargs), inputs, d_out), want, dtype)
+    # compared where the choice is the same; the few other rows are left out and pass no gradient
+    same = (got == want).all(-1)[..., None]
+    assert same.double().mean() >= 1 - 1e-3 * got.shape[-1]
+    d_out *= same
+    wide = {name: x.double() for name, x in inputs.items()}
+    want = out_and_grads(attend("reference", **kwargs), wide, d_out.double())
+    got = out_and_grads(attend(**kwargs), inputs, d_out)
+    got["out"], want["out"] = got["out"] * same, want["out"] * same
+    assert_matches(got, want, dtype)
 
 
 @pytest.mark.parametrize("retain", [None, 64])
@@ -146,6 +151,19 @@ def test_compile_keeps_one_graph():
     want = out_and_grads(layer, inputs, d_out)
     for name, x in want.items():
         assert relative_errors(got[name], x)[0] < 5e-3, name
+
+
+def test_the_share_of_cells_that_pools_hold():
+    """As the selection kernel counts it: the reference's figure, and two small launches more for a layer that logs."""
+    inputs = random_inputs(1, 4096, 4, 2, 64, torch.bfloat16)
+    cos, sin = rope_tables(torch.arange(4096, device="cuda"), 64, 10000.0)
+    options = {"window": 512, "cell_size": 32, "query_block": 128, "top_k": 4, "sigma": 4.0, "lam": 1.0, "eps": 1e-8}
+    got, want = (
+        measured_freesolo_attention(**inputs, rope_cos=cos, rope_sin=sin, **options, **FS_L, backend=backend)[1]
+        for backend in ("triton", "reference")
+    )
+    assert 0.5 < want[..., -1].mean() < 0.7  # 72 of 124 cells, less those that are both recent and large
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
 
 
 def test_capture_in_a_cuda_graph():
