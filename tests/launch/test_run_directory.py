@@ -87,6 +87,8 @@ def test_measuring_without_a_heldout_split(shards, tmp_path):
     shutil.rmtree(copy / "heldout")
     step = tmp_path / "run" / "checkpoints" / "step_1"
     step.mkdir(parents=True)
+    facts = {"step": 1, "tokens": 80, "layout": {}, "model": {}, "tokenizer": manifest["tokenizer_hash"]}
+    (step / "complete.json").write_text(json.dumps(facts))
     (tmp_path / "run" / "recipe.yaml").write_text(f"data: {{shards: {copy}}}")
     with pytest.raises(UserError, match=r"has no held-out split .* data.shards=FOLDER"):
         open_heldout(step, ModelConfig(2, 32, 4, 48, 320, 80), None, 1)
