@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,12 @@ from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flop
 from launch.run_directory import RunDirectory, written
 from launch.stopping import Stop, StopNow, words
 from megatron_ext import checkpoint, checkpoint_choice
+from megatron_ext.attention import Measured, RotationTables
 from megatron_ext.context_parallel.collectives import all_reduce
 from megatron_ext.context_parallel.layout import Layout, init_layout
-from megatron_ext.context_parallel.sequence import own_slice
+from megatron_ext.context_parallel.sequence import own_slice, padded_length
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
-from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.model import LanguageModel, build_model, shared_tables, slice_context
 from recipes.errors import UserError
 from recipes.kinds import KINDS
 from recipes.load import accumulation_steps, check_world, resolved
@@ -277,51 +278,76 @@ class Trainer:
 
     # one step
 
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a micro-batch's tensor, where it lies."""
+        ranks, block = self.layout.context, self.recipe.model.attention.query_block
+        return own_slice(x, rank=self.layout.context_rank, ranks=ranks, query_block=block)
+
+    def _to_device(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, for which nothing waits: from pinned memory, behind what the device still does."""
+        device = self.layout.device
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+    @cached_property
+    def _tables(self) -> RotationTables | None:
+        """The rotation tables of all micro-batches, if they have the same."""
+        layout, model = self.layout, self.recipe.model
+        tokens = padded_length(model.seq_length, layout.context, model.attention.query_block) // layout.context
+        return shared_tables(model, start=layout.context_rank * tokens, tokens=tokens, device=layout.device)
+
     def model_input(self, batch: MicroBatch, *, measure: bool = False, step: int | None = None) -> ModelInput:
         """This rank's slice of a micro-batch, on its device.
 
         Its layers draw by the run's seed and `step`; without a step, outside training, as in every other run and in
         an exported model.
         """
-        layout, model = self.layout, self.recipe.model
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            block = model.attention.query_block
-            part = own_slice(x, rank=layout.context_rank, ranks=layout.context, query_block=block)
-            return part.to(layout.device, non_blocking=True)
-
-        tokens, doc_starts = own(batch.tokens), own(batch.doc_starts)
-        start = layout.context_rank * tokens.shape[1]
+        model = self.recipe.model
+        tokens, labels, weights, doc_starts = (
+            self._own(x) for x in (batch.tokens, batch.labels, batch.weights, batch.doc_starts)
+        )
         context = slice_context(
             model,
-            doc_starts,
-            start=start,
+            self._to_device(doc_starts) if model.attention.document_mask else doc_starts,
+            start=self.layout.context_rank * tokens.shape[1],
             length=model.seq_length,
+            tables=self._tables,
             measure=measure,
             seed=0 if step is None else self.recipe.seed,
             step=step or 0,
         )
-        return ModelInput(tokens, own(batch.labels), own(batch.weights), context)
+        return ModelInput(self._to_device(tokens), self._to_device(labels), self._to_device(weights), context)
 
     def train_step(self) -> dict:
         """One optimizer step; returns its record for metrics.jsonl."""
         began = time.perf_counter()
         batches = [next(self.loader) for _ in range(self.accumulation)]
-        measure = (self.step + 1) % self.recipe.train.log_interval == 0
-        inputs = [self.model_input(batch, measure=measure, step=self.step) for batch in batches]
-        result = self.engine.train_step(inputs, between=partial(self._leave_if_told, self.step + 1))
+        weight = sum(self._own(batch.weights).double().sum().item() for batch in batches)
+        measured: list[Measured] = []
+        inputs, leave = self._inputs(batches, measured), partial(self._leave_if_told, self.step + 1)
+        result = self.engine.train_step(inputs, weight=weight, between=leave)
         if not result.applied:
-            self._not_finite(result, batches, inputs)
+            self._not_finite(result, batches)
         self.loader.step_done()
         self.step += 1
         self.tokens += self.recipe.train.tokens_per_step
-        return self._record(result, inputs, time.perf_counter() - began)
+        return self._record(result, measured, time.perf_counter() - began)
 
-    def _record(self, result: StepResult, inputs: list[ModelInput], seconds: float) -> dict:
+    def _inputs(self, batches: list[MicroBatch], measured: list[Measured]) -> Iterator[ModelInput]:
+        """The micro-batches of a step, each brought to the device when it is asked for.
+
+        What the layers measure of each is appended to `measured`.
+        """
+        measure = (self.step + 1) % self.recipe.train.log_interval == 0
+        for batch in batches:
+            one = self.model_input(batch, measure=measure, step=self.step)
+            measured.append(one.context.measured)
+            yield one
+
+    def _record(self, result: StepResult, figures: list[Measured], seconds: float) -> dict:
         recipe, layout = self.recipe, self.layout
         speed = recipe.train.tokens_per_step / seconds
         peak = peak_flops(layout.device)
-        measured = self._measured(inputs)
+        measured = self._measured(figures)
         if "open_fraction" in measured:
             self.open_fraction = sum(measured["open_fraction"]) / len(measured["open_fraction"])
         flops = flops_per_token(recipe.model, self.open_fraction, self.engine.frozen)
@@ -338,23 +364,23 @@ class Trainer:
         }
         return record | measured
 
-    def _measured(self, inputs: list[ModelInput]) -> dict[str, list[float]]:
+    def _measured(self, figures: list[Measured]) -> dict[str, list[float]]:
         """Each figure of the attention per layer, the mean over micro-batches and ranks."""
         means = {}
-        for figure in inputs[0].context.measured:
-            layers = sorted(inputs[0].context.measured[figure])
-            values = torch.stack([torch.stack([one.context.measured[figure][n] for n in layers]) for one in inputs])
+        for figure in figures[0]:
+            layers = sorted(figures[0][figure])
+            values = torch.stack([torch.stack([one[figure][n] for n in layers]) for one in figures])
             sums, counts = all_reduce(values.sum(dim=0), dist.group.WORLD, "metrics").unbind(-1)
             mean = dict(zip(layers, (sums / counts.clamp(min=1)).tolist(), strict=True))
             # one entry a layer: a layer that was pruned of its second look never looks back
             means[figure] = [round(mean.get(n, 0.0), 6) for n in range(1, self.recipe.model.num_layers + 1)]
         return means
 
-    def _not_finite(self, result: StepResult, batches: list[MicroBatch], inputs: list[ModelInput]) -> None:
+    def _not_finite(self, result: StepResult, batches: list[MicroBatch]) -> None:
         """Count the dropped step, or stop with the step, the ranks, the layers and the data."""
         self.skipped += 1
         ids = [sample for batch in batches for sample in batch.sample_ids]
-        layer = self.engine.first_non_finite(inputs)
+        layer = self.engine.first_non_finite(self._inputs(batches, []))
         self.run.log.warning("step %d is not finite here: %s, samples %s", self.step + 1, layer, ids)
         everyone: list = [None] * self.layout.world
         dist.all_gather_object(everyone, (layer, ids[:SAMPLES_SAID]))

@@ -27,6 +27,10 @@ SDPA_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SD
                       SDPBackend.MATH]  # fmt: skip
 
 
+Measured = dict[str, dict[int, torch.Tensor]]  # figure -> layer -> [sum, count]
+RotationTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, as SequenceContext holds them
+
+
 @dataclass
 class SequenceContext(PackedSeqParams):
     """What all layers of one micro-batch share; megatron-core hands it through to the core attention untouched."""
@@ -38,7 +42,7 @@ class SequenceContext(PackedSeqParams):
     rope_sin: torch.Tensor | None = None
     first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
     measure: bool = False  # True: layers put their figures into `measured`
-    measured: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # figure -> layer -> [sum, count]
+    measured: Measured = field(default_factory=dict)
     seed: int = 0  # seed and step: what the draws of a training step depend on beside the layer
     step: int = 0
     penalty_scale: float = 0.0  # gradient of the loss for one layer's sum of p^2; set by the engine
@@ -65,6 +69,7 @@ def sequence_context(
     rope_base: float,
     document_mask: bool,
     restart_positions: bool,
+    tables: RotationTables | None = None,
     measure: bool = False,
     seed: int = 0,
     step: int = 0,
@@ -72,16 +77,20 @@ def sequence_context(
     """Positions, rotation tables and document borders of a slice.
 
     Args:
-        doc_starts: [B, T] global position of the first token of each position's document.
+        doc_starts: [B, T] global position of the first token of each position's document; only with `document_mask` or
+            without `tables` must it lie on the model's device.
         start: global position of the slice's first token.
         length: tokens of the whole sequence before padding.
+        tables: the slice's rotation tables, if somebody has them (`rope_tables`).
         measure: whether layers put their figures into the context.
         seed, step: of the run, for what a layer draws.
     """
-    positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
-    if document_mask and restart_positions:
-        positions = positions - doc_starts
-    cos, sin = rope_tables(positions, head_dim, rope_base)
+    if tables is None:
+        positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
+        if document_mask and restart_positions:
+            positions = positions - doc_starts
+        tables = rope_tables(positions, head_dim, rope_base)
+    cos, sin = tables
     first_key = doc_starts if document_mask else None
     return SequenceContext(
         start=start, length=length, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure, seed=seed,

@@ -184,30 +184,33 @@ class TrainEngine:
         return forward(batch.tokens, batch.context, batch.labels, batch.weights, loss_chunk=self.loss_chunk)
 
     def train_step(
-        self, batches: list[ModelInput], *, between: Callable[[int], None] = lambda done: None
+        self, batches: Iterable[ModelInput], *, weight: float, between: Callable[[int], None] = lambda done: None
     ) -> StepResult:
         """Forward, backward and update over `accumulation` micro-batches.
 
         Args:
+            batches: each is taken when the one before it is done, so that they need not lie on the device together.
+            weight: sum of the weights of all of them.
             between: called after each micro-batch but the last with how many are done. What it raises ends the step;
                 the weights are as before it, and such an engine can be saved.
         """
-        assert len(batches) == self.accumulation
         self.deepspeed.train()
         step = self.deepspeed.global_steps  # with the skipped ones
         lr = self._set_constants(step)
-        (weight_sum,) = self._totals(sum(batch.weights.double().sum() for batch in batches))
-        penalty_weight = self._weigh_penalty(batches, step)
+        (weight_sum,) = self._totals(torch.tensor(weight, dtype=torch.float64, device=self.layout.device))
+        penalty_weight = 0.0
         ranks = group_size(self.layout.data_context_group)
         scale = ranks * self.accumulation / max(weight_sum, 1e-12)
         loss_sum, penalty_sum = torch.zeros(2, dtype=torch.float64, device=self.layout.device)
-        for number, batch in enumerate(batches, start=1):
+        for number, batch in zip(range(1, self.accumulation + 1), batches, strict=True):
+            penalty_weight = self._penalty_weight(batch, step)
+            batch.context.penalty_scale = penalty_weight * ranks
             loss = self._loss(batch, self.deepspeed)
             loss_sum += loss.detach().double()
             penalty_sum += sum(batch.context.penalties.values())
-            # 0 * loss is 0, and NaN where the loss is not finite: the gradient then is NaN too, and nothing is updated
             if number == self.accumulation and self.zero_stage == 0:
                 deepspeed_compat.fill_missing_gradients(self.model)
+            # 0 * loss is 0, and NaN where the loss is not finite: the gradient then is NaN too, and nothing is updated
             self.deepspeed.backward(loss * (scale + 0 * loss.detach()))
             if number < self.accumulation:
                 self.deepspeed.step()
@@ -230,17 +233,14 @@ class TrainEngine:
         deepspeed_compat.set_constants(self.deepspeed, groups, clip=self.settings.clip)
         return lr
 
-    def _weigh_penalty(self, batches: list[ModelInput], step: int) -> float:
-        """Tell the layers the weight that each sum of p^2 has in this step's loss; returns it."""
+    def _penalty_weight(self, batch: ModelInput, step: int) -> float:
+        """The weight that each sum of p^2 has in this step's loss."""
         penalty = self.settings.penalty
         if penalty is None:
             return 0.0
-        sequences = sum(batch.tokens.shape[0] for batch in batches) * self.layout.data
-        tokens = batches[0].context.length if penalty.per_token else 1
-        weight = penalty_at(step, penalty) / (sequences * max(self.gates, 1) * tokens)
-        for batch in batches:
-            batch.context.penalty_scale = weight * group_size(self.layout.data_context_group)
-        return weight
+        sequences = batch.tokens.shape[0] * self.accumulation * self.layout.data
+        tokens = batch.context.length if penalty.per_token else 1
+        return penalty_at(step, penalty) / (sequences * max(self.gates, 1) * tokens)
 
     def _update(self) -> tuple[float, bool]:
         """Clip and apply. A non-finite gradient leaves the weights as they are: ZeRO sees to it, stage 0 we do."""
@@ -268,7 +268,7 @@ class TrainEngine:
         return (sums[0] / sums[1]).item() if sums[1] > 0 else math.nan
 
     @torch.no_grad()
-    def first_non_finite(self, batches: list[ModelInput]) -> str:
+    def first_non_finite(self, batches: Iterable[ModelInput]) -> str:
         """Name of the first module of this rank whose output is not finite, or where else to look. Collective."""
         found: list[str] = []
 

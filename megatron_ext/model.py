@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.attention import SequenceContext, sequence_context
+from kernels.rope import rope_tables
+from megatron_ext.attention import RotationTables, SequenceContext, sequence_context
 from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
 from megatron_ext.specs import decoder_spec
@@ -137,17 +138,33 @@ def weight_shapes(model: ModelConfig) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in state.items() if value is not None}
 
 
+def shared_tables(model: ModelConfig, *, start: int, tokens: int, device: torch.device) -> RotationTables | None:
+    """The rotation tables of every slice of `tokens` tokens from global position `start` on.
+
+    None where each micro-batch has its own: positions start anew in every document.
+    """
+    if model.attention.document_mask and model.attention.restart_positions:
+        return None
+    positions = start + torch.arange(tokens, device=device)
+    return rope_tables(positions, head_dim(model), model.attention.rope_base)
+
+
 def slice_context(
     model: ModelConfig,
     doc_starts: torch.Tensor,
     *,
     start: int,
     length: int,
+    tables: RotationTables | None = None,
     measure: bool = False,
     seed: int = 0,
     step: int = 0,
 ) -> SequenceContext:
-    """The `SequenceContext` of a slice that begins at global position `start`, for this model's attention."""
+    """The `SequenceContext` of a slice that begins at global position `start`, for this model's attention.
+
+    Args:
+        tables: its `shared_tables`; None makes some for this slice alone.
+    """
     return sequence_context(
         doc_starts,
         start=start,
@@ -156,6 +173,7 @@ def slice_context(
         rope_base=model.attention.rope_base,
         document_mask=model.attention.document_mask,
         restart_positions=model.attention.restart_positions,
+        tables=tables,
         measure=measure,
         seed=seed,
         step=step,

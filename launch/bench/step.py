@@ -106,12 +106,12 @@ def _measure(recipe: Recipe, layout: Layout, micro_batch: int, steps: int) -> di
     batch = _random_batch(recipe, layout, micro_batch)
     with short_collections():
         for _ in range(3):
-            engine.train_step([batch])
+            engine.train_step([batch], weight=float(batch.weights.numel()))
         torch.cuda.reset_peak_memory_stats()
         times = sorted(_timed(engine, batch) for _ in range(steps))
         step = times[len(times) // 2]
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            engine.train_step([batch])
+            engine.train_step([batch], weight=float(batch.weights.numel()))
             torch.cuda.synchronize()
     tokens = micro_batch * recipe.model.seq_length * layout.data
     row = {
@@ -154,7 +154,7 @@ def _random_batch(recipe: Recipe, layout: Layout, micro_batch: int) -> ModelInpu
 def _timed(engine: TrainEngine, batch: ModelInput) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    engine.train_step([batch])
+    engine.train_step([batch], weight=float(batch.weights.numel()))
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
