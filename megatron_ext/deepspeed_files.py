@@ -13,6 +13,7 @@ from megatron_ext.context_parallel.collectives import Group, group_rank
 from megatron_ext.deepspeed_compat import UnreadableFile, data_only
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+SUMMED = 2**20  # elements at once: the sum of all would copy them as int64
 
 
 class WrittenFiles:
@@ -81,8 +82,9 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
     """All elements, read as integers, added up modulo 2^64: the same however the tensors are cut into parts."""
     total: torch.Tensor | int = 0
     for tensor in tensors:
-        integers = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
-        total = total + integers.sum(dtype=torch.int64)
+        integers = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+        for part in integers.split(SUMMED):
+            total = total + part.sum(dtype=torch.int64)
     return int(total) % 2**64
 
 
