@@ -92,11 +92,17 @@ def _enter(folder: Path) -> int | None:
             folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), folder.stat()):
-                return descriptor
+        if _is_there(descriptor, folder):
+            return descriptor
         os.close(descriptor)
     return None
+
+
+def _is_there(descriptor: int, folder: Path) -> bool:
+    """Whether the open folder is still the one of that name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    return False
 
 
 def _withdraw(note: Path, has_shared_parent: bool) -> None:
@@ -107,7 +113,7 @@ def _withdraw(note: Path, has_shared_parent: bool) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(note.parent, os.O_RDONLY)
         try:
-            if _locked(descriptor) and not _living_notes(note.parent):
+            if _locked(descriptor) and _is_there(descriptor, note.parent) and not _living_notes(note.parent):
                 shutil.rmtree(note.parent, ignore_errors=True)
                 if has_shared_parent:
                     with contextlib.suppress(OSError):  # other hosts may still use it
