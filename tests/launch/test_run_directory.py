@@ -91,7 +91,7 @@ def test_measuring_without_a_heldout_split(shards, tmp_path):
     (step / "complete.json").write_text(json.dumps(facts))
     (tmp_path / "run" / "recipe.yaml").write_text(f"data: {{shards: {copy}}}")
     with pytest.raises(UserError, match=r"has no held-out split .* data.shards=FOLDER"):
-        open_heldout(step, ModelConfig(2, 32, 4, 48, 320, 80), None, 1)
+        open_heldout(step, ModelConfig(vocab_size=320), None, 1)
 
 
 def test_libraries_say_nothing_of_their_own_future():
