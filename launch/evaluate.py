@@ -14,6 +14,7 @@ from megatron_ext import checkpoint
 from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from recipes.errors import UserError
+from recipes.load import check_kernels
 from recipes.schema import ModelConfig
 
 
@@ -72,6 +73,7 @@ def open_heldout(step: Path, model: ModelConfig, named: str | None, sequences: i
 def load_for_measuring(model: ModelConfig, step: Path, device: str) -> LanguageModel:
     """The whole model on one device: bf16 on a GPU, fp32 on a CPU."""
     chosen = pick_device(device)
+    check_kernels(model, on_gpu=chosen.type == "cuda")
     dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     built = build_model(model, dtype=dtype, fused=chosen.type == "cuda")
     checkpoint.load_weights(built, step, model)

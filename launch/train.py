@@ -26,13 +26,13 @@ from launch.stopping import Stop, StopNow, words
 from megatron_ext import checkpoint, checkpoint_choice
 from megatron_ext.attention import Measured, RotationTables
 from megatron_ext.context_parallel.collectives import all_reduce
-from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.context_parallel.layout import Layout, init_layout, pick_device
 from megatron_ext.context_parallel.sequence import own_slice, padded_length
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
 from megatron_ext.model import LanguageModel, build_model, shared_tables, slice_context
 from recipes.errors import UserError
 from recipes.kinds import KINDS
-from recipes.load import accumulation_steps, check_world, resolved
+from recipes.load import accumulation_steps, check_kernels, check_world, resolved
 from recipes.schema import ModelConfig, Recipe, TrainConfig
 
 SAMPLES_SAID, LAYERS_SAID = 16, 4  # in the sentence about a step that is not finite
@@ -67,6 +67,17 @@ def changed_keys(then: dict, now: dict) -> str:
     then, now = _flat(then), _flat(now)
     keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     return ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in keys)
+
+
+def check_start(recipe: Recipe) -> None:
+    """What a recipe alone does not tell: whether it fits the processes that were started, and their devices.
+
+    Raises:
+        RecipeError: the layout does not divide the processes, or the kernels of a GPU do not take the model's sizes.
+    """
+    check_world(recipe.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    on_gpu = pick_device(recipe.train.device).type == "cuda"
+    check_kernels(recipe.model, on_gpu=on_gpu, context=recipe.parallel.context)
 
 
 def penalty_settings(train: TrainConfig) -> PenaltySettings:
@@ -115,7 +126,7 @@ class Trainer:
         self.tokenizer_hash: str = manifest["tokenizer_hash"]
         self.heldout = recipe.train.eval_sequences > 0 and "heldout" in manifest["splits"]
         parallel = recipe.parallel
-        check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+        check_start(recipe)
         self.layout = init_layout(
             tensor=parallel.tensor,
             context=parallel.context,

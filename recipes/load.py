@@ -1,5 +1,6 @@
 """Reads a recipe: its `base:` files, itself and the overrides, merged into the typed schema and checked."""
 
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kernels.limits import CELL_SIZES, MAX_HEAD_DIM, MAX_TOP_K
+from recipes.bounds import complaints
 from recipes.errors import UserError
-from recipes.kinds import ATTENTION_KINDS, KINDS, kinds_with
+from recipes.kinds import ATTENTION_KINDS, EVERYTHING, KINDS, kinds_with
 from recipes.paths import expand_home, expand_paths
+from recipes.plain_text import kind_of, quote_text
 from recipes.schema import (
     BACKENDS,
     BAD_DOCUMENT_POLICIES,
@@ -73,7 +77,7 @@ def _layers(path: Path, seen: list[Path]) -> list:
     if path in seen:
         raise RecipeError(f"{path}: base files lead in a circle; remove one 'base:' line")
     try:
-        layer = OmegaConf.load(path)
+        layer = _read(path)
     except FileNotFoundError as error:
         if seen:
             raise RecipeError(
@@ -82,12 +86,21 @@ def _layers(path: Path, seen: list[Path]) -> list:
         raise RecipeError(f"{path}: no such recipe; `ls recipes` shows those that ship with Longpitch") from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not a readable YAML file ({_one_line(error)})") from error
-    if not OmegaConf.is_dict(layer):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys, this file holds something else")
     base = layer.pop("base", None)
     if not (base is None or isinstance(base, str)):
         raise RecipeError(f"{path}: base is {base}, which is not the path of a recipe")
     return [*(_layers(path.parent / expand_home(base, "base"), [*seen, path]) if base else []), layer]
+
+
+def _read(path: Path) -> DictConfig:
+    """One YAML file; keys of text keep what is written there."""
+    try:
+        read = OmegaConf.load(io.StringIO(quote_text(path.read_text(encoding="utf-8"), Recipe)))
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise RecipeError(f"{path}: not a readable YAML file ({_one_line(error)})") from error
+    if not isinstance(read, DictConfig):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys, this file holds something else")
+    return read
 
 
 def _drop_unused_keys(merged: DictConfig, layers: list[DictConfig]) -> None:
@@ -133,9 +146,14 @@ def _parse(overrides: list[str]):
         if "=" not in override or override.startswith(("=", "-")):
             raise RecipeError(f"override {override!r} is not of the form key=value, for example train.lr=1e-4")
     try:
-        return OmegaConf.from_dotlist(overrides)
+        return OmegaConf.from_dotlist([_quoted(override) for override in overrides])
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise RecipeError(f"overrides {' '.join(overrides)}: {_one_line(error)}") from error
+
+
+def _quoted(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"{key}={quote_text(value, kind_of(key, Recipe))}"
 
 
 def _one_line(error: Exception) -> str:
@@ -151,14 +169,15 @@ def _one_sentence(error: OmegaConfBaseException) -> str:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise RecipeError for values that the types allow and the model, the layout or the optimisation does not."""
-    for check in (_check_choices, _check_positive, _check_model, _check_parallel, _check_train):
+    for check in (_check_choices, _check_values, _check_model, _check_parallel, _check_train, _check_data):
         check(recipe)
+    check_kernels(recipe.model, on_gpu=recipe.train.device == "cuda", context=recipe.parallel.context)
 
 
 def check_model(model: ModelConfig) -> None:
     """`check_recipe` of a model section that belongs to no training run yet."""
     train = TrainConfig(steps=1, tokens_per_step=model.seq_length, lr=0.0, min_lr=0.0)
-    check_recipe(Recipe(run_dir="", model=model, data=DataConfig(shards=""), train=train))
+    check_recipe(Recipe(run_dir="none", model=model, data=DataConfig(shards="none"), train=train))
 
 
 def override_model(model: ModelConfig, overrides: list[str]) -> ModelConfig:
@@ -186,7 +205,7 @@ def read_model(path: Path) -> ModelConfig:
         RecipeError: it cannot be read, or is of another version.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path).model)
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), _read(path).model)
         return OmegaConf.to_object(merged)  # type: ignore[return-value] - the merge is structured
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: model.{_one_sentence(error)}") from error
@@ -215,45 +234,9 @@ def _check_choices(recipe: Recipe) -> None:
             _refuse(key, value, f"must be one of {', '.join(map(str, allowed))}")
 
 
-def _check_positive(recipe: Recipe) -> None:
-    counted = {
-        "model": "num_layers hidden_size num_heads ffn_size vocab_size seq_length",
-        "parallel": "tensor context",
-        "data": "shard_mib canonical_nodes tokenizer_vocab_size",
-        "train": "steps tokens_per_step micro_batch loss_chunk log_interval",
-        "checkpoint": "keep",
-    }
-    for section, keys in counted.items():
-        for key in keys.split():
-            value = getattr(getattr(recipe, section), key)
-            if value < 1:
-                _refuse(f"{section}.{key}", value, "must be at least 1")
-    for key in ["cell_size", "query_block", "top_k", "retain", "recent"]:
-        if getattr(recipe.model.attention, key) < 1:
-            _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must be at least 1")
-    zero_or_more = {
-        "model.attention": "window",
-        "data": "num_workers",
-        "train": "warmup_steps clip eval_sequences eval_interval skip_nonfinite min_lr weight_decay gate_penalty "
-        "gate_penalty_start gate_penalty_ramp",
-        "checkpoint": "interval",
-    }
-    for section, keys in zero_or_more.items():
-        for key in keys.split():
-            value = OmegaConf.select(OmegaConf.structured(recipe), f"{section}.{key}")
-            if value is not None and value < 0:
-                _refuse(f"{section}.{key}", value, "must be 0 or more")
-    if recipe.model.attention.sigma <= 0:
-        _refuse("model.attention.sigma", recipe.model.attention.sigma, "must be above 0")
-    if recipe.model.attention.gate_temperature <= 0:
-        _refuse("model.attention.gate_temperature", recipe.model.attention.gate_temperature, "must be above 0")
-    for key in ("gate_threshold", "leak_probability", "open_probability"):
-        if not 0 <= getattr(recipe.model.attention, key) <= 1:
-            _refuse(f"model.attention.{key}", getattr(recipe.model.attention, key), "must lie in [0, 1]")
-    if recipe.parallel.timeout_seconds <= 0 or recipe.data.timeout_seconds <= 0:
-        _refuse("parallel.timeout_seconds or data.timeout_seconds", 0, "must be above 0")
-    if not 0 <= recipe.data.heldout_fraction < 1:
-        _refuse("data.heldout_fraction", recipe.data.heldout_fraction, "must lie in [0, 1)")
+def _check_values(recipe: Recipe) -> None:
+    for complaint in complaints(recipe):
+        _refuse(*complaint)
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -261,11 +244,11 @@ def _check_model(recipe: Recipe) -> None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         _refuse("model.hidden_size", model.hidden_size, f"is not divisible by model.num_heads {model.num_heads}")
     width = model.head_dim or model.hidden_size // model.num_heads
-    if width % 2 or width < 2 or model.head_dim == 0:
-        _refuse("model.head_dim", model.head_dim or width, "must be even, for rotary positions, and above 0")
-    if model.num_kv_heads is not None and (model.num_kv_heads < 1 or model.num_heads % model.num_kv_heads):
+    if width % 2 or width < 2:
+        _refuse("model.head_dim", width, "must be even, for rotary positions, and above 0")
+    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
         _refuse("model.num_heads", model.num_heads, f"is not a multiple of model.num_kv_heads {model.num_kv_heads}")
-    if not 1 <= model.token_rows <= model.vocab_size:
+    if model.token_rows > model.vocab_size:
         _refuse("model.vocab_tokens", model.vocab_tokens, f"must be 1 to model.vocab_size {model.vocab_size}")
     if attention.closed_layers:
         _check_closed_layers(model)
@@ -282,6 +265,29 @@ def _check_model(recipe: Recipe) -> None:
             model.seq_length,
             f"is shorter than one query block of {attention.query_block}, so no query could ever read a cell",
         )
+
+
+def check_kernels(model: ModelConfig, *, on_gpu: bool, context: int = 1) -> None:
+    """Raise RecipeError for sizes that the Triton kernels do not take, where the attention would run by them.
+
+    Args:
+        on_gpu: whether the model runs on a GPU; False where nobody knows yet, who must ask again.
+        context: ranks that share a sequence.
+    """
+    attention, kind = model.attention, KINDS[model.attention.kind]
+    if not (attention.backend == "triton" or (attention.backend == "auto" and on_gpu)):
+        return
+    # whole sequences of a dense model are torch's own to attend
+    by_torch = kind.reads == (EVERYTHING,) and context == 1 and not attention.document_mask
+    width = model.head_dim or model.hidden_size // model.num_heads
+    way_out = "the Triton kernels take {}; change it, or set model.attention.backend=reference"
+    if width > MAX_HEAD_DIM and not (by_torch and attention.backend == "auto"):
+        _refuse("model.head_dim", width, way_out.format(f"at most {MAX_HEAD_DIM}"))
+    if kind.reads_cells and attention.cell_size not in CELL_SIZES:
+        sizes = ", ".join(map(str, CELL_SIZES))
+        _refuse("model.attention.cell_size", attention.cell_size, way_out.format(f"one of {sizes}"))
+    if kind.reads_cells and attention.top_k > MAX_TOP_K:
+        _refuse("model.attention.top_k", attention.top_k, way_out.format(f"at most {MAX_TOP_K}"))
 
 
 def _check_closed_layers(model: ModelConfig) -> None:
@@ -311,6 +317,17 @@ def _check_train(recipe: Recipe) -> None:
         _refuse("train.warmup_steps", train.warmup_steps, f"leaves nothing of train.steps {train.steps}")
     if not 0 <= train.min_lr <= train.lr:
         _refuse("train.min_lr", train.min_lr, f"must lie between 0 and train.lr {train.lr}")
+
+
+def _check_data(recipe: Recipe) -> None:
+    for number, source in enumerate(recipe.data.sources):
+        if source.max_chars is not None and source.max_chars < source.min_chars:
+            _refuse(f"data.sources[{number}].max_chars", source.max_chars, f"is below its min_chars {source.min_chars}")
+    for number, part in enumerate(recipe.data.mixture):
+        if part.max_tokens is not None and part.max_tokens <= part.min_tokens:
+            _refuse(
+                f"data.mixture[{number}].max_tokens", part.max_tokens, f"is not above its min_tokens {part.min_tokens}"
+            )
 
 
 def _nearest_multiple(number: int, factor: int) -> int:

@@ -1,7 +1,8 @@
 """The typed recipe: every key a recipe may hold, its unit, and its one default.
 
 Plain dataclasses that import nothing of ours; `launch` hands them to the constructors of `megatron_ext` and
-`data_prep`. `recipes/load.py` merges YAML files into them; an unknown key is refused there.
+`data_prep`. `recipes/load.py` merges YAML files into them, where an unknown key is refused; `recipes/bounds.py` says
+which values each may have.
 """
 
 from dataclasses import dataclass, field
@@ -26,9 +27,9 @@ class AttentionConfig:
     backend: str = "auto"  # auto | reference | triton
     rope_base: float = 10000.0  # of the rotary positions
     window: int = 512  # tokens a query looks back in the local branch (all kinds but dense; L2A recipes say 4095)
-    cell_size: int = 32  # tokens
+    cell_size: int = 32  # tokens; the Triton kernels take 16, 32, 64 and 128
     query_block: int = 128  # tokens, a multiple of cell_size
-    top_k: int = 4  # cells read per query and head
+    top_k: int = 4  # cells read per query and head; the Triton kernels take up to 64
     sigma: float = 4.0  # tokens, width of the positional term
     lam: float = 1.0  # weight of the positional term; 0 routes by content only
     retain: int = 64  # freesolo_l, l2a_freesolo: cells kept by priority, per kv head
@@ -52,7 +53,7 @@ class ModelConfig:
     hidden_size: int = MISSING  # width of the residual stream
     num_heads: int = MISSING  # query heads
     num_kv_heads: int | None = None  # None: as many as num_heads
-    head_dim: int | None = None  # None: hidden_size / num_heads
+    head_dim: int | None = None  # even; None: hidden_size / num_heads. The Triton kernels take up to 128
     ffn_size: int = MISSING  # width of the MLP (SwiGLU)
     vocab_size: int = MISSING  # rows of the embedding; at least the tokenizer's vocabulary
     vocab_tokens: int | None = None  # rows that stand for tokens; None: all. The others pad: never predicted

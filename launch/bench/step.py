@@ -20,13 +20,13 @@ from torch.profiler import ProfilerActivity, profile
 from launch.bench.timing import machine
 from launch.train import draw_model, optimizer_settings, precision_of, short_collections
 from megatron_ext import attention
-from megatron_ext.context_parallel.layout import Layout, init_layout
+from megatron_ext.context_parallel.layout import Layout, init_layout, pick_device
 from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import slice_context
 from recipes.errors import UserError
 from recipes.kinds import KINDS
-from recipes.load import check_world
+from recipes.load import check_kernels, check_world
 from recipes.schema import Recipe
 
 FA2 = "-fa2"
@@ -51,7 +51,8 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
         steps: timed steps, after 3 to warm up; the median counts.
 
     Raises:
-        UserError: the ranks that were started do not fit the parallel layout, or "-fa2" with context parallelism.
+        UserError: the ranks that were started do not fit the parallel layout, a GPU's kernels do not take the sizes, or
+            "-fa2" with context parallelism.
     """
     parallel = recipe.parallel
     if parallel.context > 1 and any(kind.endswith(FA2) for kind in kinds):
@@ -59,6 +60,9 @@ def bench_step(recipe: Recipe, kinds: tuple[str, ...], *, micro_batch: int, step
             f"parallel.context = {parallel.context}: FlashAttention-2 has no rows there; choose other kinds"
         )
     check_world(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    on_gpu = pick_device("auto").type == "cuda"
+    for kind in kinds:
+        check_kernels(_with_kind(recipe, kind).model, on_gpu=on_gpu, context=parallel.context)
     layout = init_layout(
         tensor=parallel.tensor, context=parallel.context, device="auto", timeout_seconds=parallel.timeout_seconds
     )

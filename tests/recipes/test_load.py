@@ -230,7 +230,7 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["model.attention.window=-1"], ["model.attention.window = -1"], id="window"),
         pytest.param(["data.heldout_fraction=1"], ["data.heldout_fraction = 1.0", "[0, 1)"], id="heldout"),
         pytest.param(["data.heldout_fraction=-0.1"], ["data.heldout_fraction = -0.1"], id="heldout-negative"),
-        pytest.param(["model.vocab_tokens=0"], ["model.vocab_tokens = 0", "must be 1 to"], id="no-tokens"),
+        pytest.param(["model.vocab_tokens=0"], ["model.vocab_tokens = 0", "at least 1"], id="no-tokens"),
         pytest.param(["model.vocab_tokens=999999"], ["model.vocab_tokens = 999999"], id="more-tokens-than-rows"),
         pytest.param(["model.attention.closed_layers=[0]"], ["closed_layers: attention kind swa"], id="closed-dense"),
         pytest.param(
@@ -243,7 +243,7 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["model.num_heads=16"], ["model.head_dim = 3", "even"], id="odd-head-dim-of-width"),
         pytest.param(["model.head_dim=7"], ["model.head_dim = 7", "even"], id="odd-head-dim"),
         pytest.param(["model.num_kv_heads=4"], ["num_heads = 6", "num_kv_heads 4"], id="kv-heads"),
-        pytest.param(["model.num_kv_heads=0"], ["num_kv_heads 0"], id="no-kv-heads"),
+        pytest.param(["model.num_kv_heads=0"], ["model.num_kv_heads = 0", "at least 1"], id="no-kv-heads"),
         pytest.param(
             ["model.attention.kind=freesolo", "model.attention.query_block=48"], ["query_block = 48", "cell_size 32"],
             id="query-block",
@@ -265,7 +265,7 @@ def test_file_that_is_no_text(tmp_path):
         pytest.param(["train.warmup_steps=10"], ["train.warmup_steps = 10", "train.steps 10"], id="warmup"),
         pytest.param(["train.min_lr=0.01"], ["train.min_lr = 0.01", "train.lr 0.001"], id="min-lr"),
         pytest.param(["train.min_lr=-1e-5"], ["train.min_lr = -1e-05"], id="negative-min-lr"),
-        pytest.param(["train.lr=.nan"], ["train.lr nan"], id="lr-not-a-number"),
+        pytest.param(["train.lr=.nan"], ["train.lr = nan", "finite"], id="lr-not-a-number"),
     ],
 )  # fmt: skip
 def test_impossible_value_is_refused_with_its_numbers(small, overrides, parts):
@@ -293,7 +293,7 @@ def test_impossible_sign_or_name_is_refused(small, override):
         *(f"model.{key}" for key in ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_length")),
         *(f"model.attention.{key}" for key in ("cell_size", "query_block", "top_k", "retain", "recent")),
         *("parallel.tensor", "parallel.context"),
-        *("data.shard_mib", "data.canonical_nodes", "data.tokenizer_vocab_size"),
+        *("data.canonical_nodes", "data.tokenizer_vocab_size"),
         *(f"train.{key}" for key in ("steps", "tokens_per_step", "micro_batch", "loss_chunk", "log_interval")),
         "checkpoint.keep",
     ],
