@@ -28,7 +28,9 @@ def found(path, **source) -> list[str]:
 # ---- kinds
 
 
-@pytest.mark.parametrize(("name", "data"), [("a.json", LINES), ("a.JSON.gz", gzip.compress(LINES))])
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.json", LINES), ("a.JSON.gz", gzip.compress(LINES))], ids=["plain", "gz"]
+)
 def test_json_holds_json_lines(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     assert texts(tmp_path / name) == ["one", "two"] == texts(tmp_path, suffixes=[".json"])

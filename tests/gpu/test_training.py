@@ -88,10 +88,12 @@ def losses(run: Path) -> torch.Tensor:
 def test_it_learns(runs, kind):
     found = losses(runs / kind)
     assert found.isfinite().all() and found[0] - found[-1] > 25 * TOLERANCE
-    record = read_metrics(runs / kind / "metrics.jsonl")[-1]
-    assert abs(record["heldout_loss"] - found[-1]) < 0.5
+    first, *_, last = read_metrics(runs / kind / "metrics.jsonl")
+    assert abs(last["heldout_loss"] - found[-1]) < 0.5
     figure = {"freesolo_l": "retained_fraction", "l2a": "open_fraction"}[kind]
-    assert len(record[figure]) == 3 and all(0 < share <= 1 for share in record[figure])
+    assert len(first[figure]) == len(last[figure]) == 3
+    assert all(0 < share <= 1 for share in first[figure])  # every gate starts open; those of the last step may be shut
+    assert all(0 <= share <= 1 for share in last[figure])
 
 
 @pytest.mark.parametrize("kind", KINDS)
