@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import orjson
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.cache import open_shards
@@ -19,7 +18,7 @@ from data_prep.guard import DataError, read_manifest
 from data_prep.host import host_folder
 from data_prep.tokenizer import document_bos
 from recipes.errors import UserError
-from recipes.load import read_model, save_recipe
+from recipes.load import read_model, read_value, save_recipe
 from recipes.schema import ModelConfig, Recipe
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "mosaicml-streaming", "omegaconf")
@@ -148,20 +147,19 @@ def find_bos(run: Path, tokenizer: PreTrainedTokenizerFast) -> int | None:
 
     Without shards (an import, or they have gone) what `prep` would decide for the tokenizer.
     """
-    data = OmegaConf.select(OmegaConf.load(run / "recipe.yaml"), "data") or {}
-    if data.get("shards") is not None:
+    if read_value(run / "recipe.yaml", "data.shards") is not None:
         with suppress(DataError):
             return read_manifest(find_shards(run)).get("bos_id")
-    return document_bos(tokenizer, str(run), data.get("add_bos"))
+    return document_bos(tokenizer, str(run), read_value(run / "recipe.yaml", "data.add_bos"))
 
 
 def find_shards(run: Path, named: str | None = None) -> Path:
     """The folder of shards that a run trained on, or the one that is `named` instead."""
-    recipe = OmegaConf.load(run / "recipe.yaml")
-    shards = named or OmegaConf.select(recipe, "data.shards")
+    recipe = run / "recipe.yaml"
+    shards = named or read_value(recipe, "data.shards")
     if shards is None:
-        raise UserError(f"{run / 'recipe.yaml'} names no data.shards; give data.shards=FOLDER, or add it there")
-    return open_shards(shards, OmegaConf.select(recipe, "data.cache") or host_folder(run) / "cache").path
+        raise UserError(f"{recipe} names no data.shards; give data.shards=FOLDER, or add it there")
+    return open_shards(shards, read_value(recipe, "data.cache") or host_folder(run) / "cache").path
 
 
 def _record(line: bytes) -> dict | None:

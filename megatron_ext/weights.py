@@ -42,7 +42,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             if not (isinstance(places, dict) and all(isinstance(file, str) for file in places.values())):
                 raise WeightsError(f"{index} has no weight_map of names of files; copy it again")
             for file in places.values():
-                if not file or Path(file).name != file:
+                if file in ("", "..") or Path(file).name != file or not file.isprintable():
                     raise WeightsError(f"{index} names {file!r}, which does not lie beside it; put all files there")
             found = {name: self.folder / file for name, file in places.items()}
             for file in sorted(set(found.values())):

@@ -1,6 +1,8 @@
 """Reads a recipe: its `base:` files, itself and the overrides, merged into the typed schema and checked."""
 
 import io
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from kernels.limits import CELL_SIZES, MAX_HEAD_DIM, MAX_TOP_K
 from recipes.bounds import complaints
@@ -31,9 +34,26 @@ from recipes.schema import (
     TrainConfig,
 )
 
+ENVIRONMENT = ("DATA_ROOT", "MODEL_ROOT")  # variables that any recipe may read
+MORE_ENVIRONMENT = "LONGPITCH_ENV"  # names further ones, with commas between them
+
 
 class RecipeError(UserError):
     """A recipe that cannot be run; the message names the key and the way out. The command line exits with 2."""
+
+
+def _from_environment(name: str, *default: str | None) -> str | None:
+    """`${oc.env:NAME,default}` of a recipe, which may be somebody else's: a URL in it could carry any variable away."""
+    allowed = [*ENVIRONMENT, *os.environ.get(MORE_ENVIRONMENT, "").replace(",", " ").split()]
+    if name not in allowed:
+        raise RecipeError(
+            f"${{oc.env:{name}}} is none of the environment variables that a recipe may read ({', '.join(allowed)}); "
+            f"write the value out, or allow it by {MORE_ENVIRONMENT}={name} in the environment"
+        )
+    return oc.env(name, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _from_environment, replace=True)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -164,6 +184,7 @@ def _one_sentence(error: OmegaConfBaseException) -> str:
     """omegaconf's message with the full key in front, without its trailer about internal types."""
     key = getattr(error, "full_key", None)
     message = str(error).split("\n    full_key:")[0].strip().replace("\n", " ")
+    message = re.sub(r"^\w+ raised while resolving interpolation: ", "", message).strip('"')  # a KeyError's quotes
     return f"{key}: {message}" if key else message
 
 
@@ -211,6 +232,20 @@ def read_model(path: Path) -> ModelConfig:
         raise RecipeError(f"{path}: model.{_one_sentence(error)}") from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise RecipeError(f"{path}: no model section can be read there ({_one_line(error)})") from error
+
+
+def read_value(path: Path, key: str) -> Any:
+    """What a resolved recipe says of one key, None where it lacks it, whatever else the file holds.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    try:
+        return OmegaConf.select(_read(path), key)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{path}: {_one_sentence(error)}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a readable YAML file ({_one_line(error)})") from error
 
 
 def _refuse(key: str, value: object, reason: str) -> None:

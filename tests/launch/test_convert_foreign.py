@@ -100,7 +100,9 @@ def test_tied_model_stored_as_its_output_layer(source, model):
     refused(source, "lacks model.embed_tokens.weight")
 
 
-@pytest.mark.parametrize("places", [None, [], {"a": 3}, {"a": ""}, {"a": "../model.safetensors"}, {"a": "/x"}])
+@pytest.mark.parametrize(
+    "places", [None, [], {"a": 3}, *({"a": file} for file in ("", "../model.safetensors", "/x", "..", "x\0"))]
+)
 def test_index_that_leads_elsewhere(source, places):
     (source / INDEX).write_text(json.dumps({"weight_map": places}))
     refused(source, f"{INDEX} (has no weight_map|names .* which does not lie beside it)")
