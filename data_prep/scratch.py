@@ -53,7 +53,7 @@ class Scratch:
         The library counts from 0, so that two jobs that start together take the same number and one of them dies.
         The temporary folder is set inside the block only: the paths of sockets made later must stay short.
         """
-        first = int.from_bytes(hashlib.sha256(str(self.folder).encode()).digest()[:8]) % NUMBERS
+        first = first_number(self.folder)
         temporary_folder, numbers = tempfile.tempdir, library_prefix._each_prefix_int
         tempfile.tempdir, library_prefix._each_prefix_int = str(self.folder), partial(itertools.count, first)
         try:
@@ -66,6 +66,11 @@ class Scratch:
         with contextlib.suppress(OSError):  # a system without /dev/shm has nothing to sweep
             inode = _locals(prefix).stat().st_ino
             self._note.write_text(json.dumps({"prefix": prefix, "inode": inode}))
+
+
+def first_number(folder: Path) -> int:
+    """The number from which the segments of the job in `folder` count."""
+    return int.from_bytes(hashlib.sha256(str(folder).encode()).digest()[:8]) % NUMBERS
 
 
 def remove_segments(prefix: int) -> None:

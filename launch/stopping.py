@@ -1,10 +1,13 @@
 """When a run should stop early: a signal, a closed terminal, Ctrl-C, or a torchrun that is no longer there."""
 
+import math
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+import psutil
 
 from launch.processes import LAUNCHER
 
@@ -58,3 +61,16 @@ def words(reason: int) -> str:
     if reason == LAUNCHER_GONE:
         return "torchrun is gone"
     return "stopped by Ctrl-C" if reason == signal.SIGINT else f"told to stop by {signal.Signals(reason).name}"
+
+
+def torchruns_patience() -> float:
+    """Seconds that torchrun waits for its ranks after a signal until it kills them; infinite without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    with suppress(psutil.Error, ValueError, IndexError):
+        arguments = psutil.Process(LAUNCHER).cmdline()
+        for number, argument in enumerate(arguments):
+            option, _, value = argument.replace("_", "-").partition("=")
+            if option == "--shutdown-timeout":
+                return float(value or arguments[number + 1])
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))

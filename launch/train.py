@@ -1,6 +1,7 @@
 """The training loop: from a checked recipe to a finished run, resuming by itself and stopping cleanly on a signal."""
 
 import gc
+import math
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from launch import peers
 from launch.failures import name_ranks
 from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flops
 from launch.run_directory import RunDirectory, written
-from launch.stopping import Stop, StopNow, words
+from launch.stopping import Stop, StopNow, torchruns_patience, words
 from megatron_ext import checkpoint, checkpoint_choice
 from megatron_ext.attention import Measured, RotationTables
 from megatron_ext.context_parallel.collectives import all_reduce
@@ -154,6 +155,7 @@ class Trainer:
             self.loader.load_state_dict(client["data"])
             dist.barrier()  # a rank that is done at once must not take away what another still attaches to
         self.saved_step = self.step  # of the last checkpoint
+        self.micro_batch_seconds = 0.0  # in the last step
         self.stop = Stop(speaks=self.layout.rank == 0)
         self.stopping = 0  # why all ranks are about to stop, 0 while they are not
 
@@ -341,7 +343,9 @@ class Trainer:
         self.loader.step_done()
         self.step += 1
         self.tokens += self.recipe.train.tokens_per_step
-        return self._record(result, measured, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.micro_batch_seconds = seconds / self.accumulation
+        return self._record(result, measured, seconds)
 
     def _inputs(self, batches: list[MicroBatch], measured: list[Measured]) -> Iterator[ModelInput]:
         """The micro-batches of a step, each brought to the device when it is asked for.
@@ -571,6 +575,7 @@ def _loop(trainer: Trainer) -> None:
 
 def _steps(trainer: Trainer, writer: MetricsWriter | None) -> None:
     train, interval = trainer.recipe.train, trainer.recipe.checkpoint.interval
+    warned = False
     while trainer.step < train.steps and not trainer.stopping:
         try:
             record = trainer.train_step()
@@ -582,8 +587,22 @@ def _steps(trainer: Trainer, writer: MetricsWriter | None) -> None:
         if writer:
             writer.write(record)
         if not trainer.must_stop(trainer.step + 1, 0) and trainer.due(interval):
+            began = time.perf_counter()
             trainer.save()
+            if writer and not warned:
+                warned = _warn_of_patience(writer, trainer.micro_batch_seconds, time.perf_counter() - began)
     if trainer.stopping and trainer.saved_step < trainer.step:
         trainer.save()
     if trainer.stopping and writer:
         writer.say(f"{words(trainer.stopping)}: {_what_is_kept(trainer)}; the same command goes on from there")
+
+
+def _warn_of_patience(writer: MetricsWriter, micro_batch: float, save: float) -> bool:
+    """Say so, once, if torchrun would kill the ranks while they save at its signal."""
+    needed, patience = micro_batch + save, torchruns_patience()
+    if needed > patience:
+        writer.say(
+            f"a signal to torchrun leaves the ranks {patience:.0f} s, but a micro-batch and a save took {needed:.0f}; "
+            f"start it with --shutdown-timeout {math.ceil(2 * needed)}, or send the signal to the ranks themselves"
+        )
+    return needed > patience

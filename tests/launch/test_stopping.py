@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch import processes, stopping
+from launch import train as training
 from launch.run_directory import read_metrics
-from launch.stopping import LAUNCHER_GONE, STOP_SIGNALS, Stop, words
+from launch.stopping import LAUNCHER_GONE, STOP_SIGNALS, Stop, torchruns_patience, words
 from launch.train import Trainer, train
 from recipes.load import load_recipe
 from tests.launch.train_program import RECIPE
@@ -115,3 +116,38 @@ def test_a_launcher_that_is_gone(monkeypatch):
     assert Stop().wanted() == 0
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     assert Stop().wanted() == LAUNCHER_GONE and words(LAUNCHER_GONE) == "torchrun is gone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "seconds"),
+    [
+        ([], None, 30),
+        ([], "50", 50),
+        (["--nnodes=1", "--shutdown-timeout", "600", "-m"], "50", 600),
+        (["--shutdown_timeout=90"], None, 90),
+    ],
+)
+def test_a_save_that_torchrun_would_cut_off_is_said(monkeypatch, arguments, variable, seconds):
+    class Launcher:
+        def __init__(self, _number): ...
+
+        def cmdline(self) -> list[str]:
+            return ["torchrun", *arguments]
+
+    class Writer:
+        said: list[str] = []
+        say = said.append
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert not training._warn_of_patience(Writer, 1e6, 1e6)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setattr(stopping.psutil, "Process", Launcher)
+    if variable:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    assert torchruns_patience() == seconds
+    Writer.said.clear()
+    assert not training._warn_of_patience(Writer, 1, seconds - 2)
+    assert (
+        training._warn_of_patience(Writer, 10, seconds) and f"--shutdown-timeout {2 * seconds + 20}" in Writer.said[0]
+    )
