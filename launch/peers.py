@@ -68,6 +68,7 @@ def _explain(error: Exception, waited: float) -> str:
         host = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
         return f"{host} has ended or does not answer, through which the ranks find each other; {WAY_OUT}"
     failed, silent = found
+    in_time(lambda: _leave_last(set(silent)), 2 * GRACE)
     causes = {rank: said for rank, said in failed.items() if said}
     if causes:
         rank = min(causes)
@@ -93,6 +94,18 @@ def _ask() -> tuple[dict[int, str], dict[int, dict]]:
     marks = {rank: json.loads(store.get(key)) if store.check([key]) else {} for rank, key in keys.items()}
     behind = {rank: at for rank, at in marks.items() if _place(at) < _place(_mine)}
     return failed, behind or marks  # whoever is as far as this rank waits like it, and has not noticed yet
+
+
+def _leave_last(silent: set[int]) -> None:
+    """Rank 0 holds the store where torchrun does not: it stays until the others have asked what they need."""
+    _store().set(f"longpitch/asked/{dist.get_rank()}", "")
+    if dist.get_rank() > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    waiting = set(range(1, dist.get_world_size())) - silent
+    while waiting:
+        waiting -= {rank for rank in waiting if _store().check([f"longpitch/asked/{rank}"])}
+        time.sleep(0.1)
+    time.sleep(1.0)  # they ask once more: who says it
 
 
 def _place(at: dict) -> tuple[int, int]:
