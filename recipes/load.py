@@ -53,7 +53,7 @@ def _from_environment(name: str, *default: str | None) -> str | None:
     return oc.env(name, *default)
 
 
-OmegaConf.register_new_resolver("oc.env", _from_environment, replace=True)
+OmegaConf.register_resolver("oc.env", _from_environment, replace=True)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
