@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import lcm
@@ -29,6 +30,8 @@ from data_prep.scratch import Scratch, remove_segments
 from recipes.errors import UserError
 from recipes.schema import DataConfig, TrainConfig
 
+# bytes: an address of a Unix socket has at most 107, of which multiprocessing's own names take 32
+LONGEST_TEMPORARY_FOLDER = 75
 FETCHES = 5  # times a shard is fetched again that the cache's limit took away meanwhile
 READ_AHEAD = 2  # micro-batches that wait for the training step
 SHUFFLE = "py1e"  # the library's name for moving sequences within a window, so that few shards are open at a time
@@ -78,7 +81,8 @@ class TrainLoader:
         scratch: this job's folder on the host, which an EvalReader may share.
 
     Raises:
-        UserError: the numbers do not fit each other, or the split is smaller than one global batch.
+        UserError: the numbers do not fit each other, the split is smaller than one global batch, or reading processes
+            find no temporary folder with a path short enough for their sockets.
         DataError: the split is damaged.
     """
 
@@ -101,6 +105,7 @@ class TrainLoader:
         timeout_seconds: float = DataConfig.timeout_seconds,
         temp_dir: str | Path | None = None,
     ) -> None:
+        _check_sockets(num_workers)
         self.dp_rank, self.dp_size = _ranks(replication, temp_dir)
         self.micro_batches_per_step = _micro_batches_per_step(global_batch, micro_batch, self.dp_size)
         self._folders = _folders(shards, proportions)
@@ -383,6 +388,20 @@ def _micro_batches_per_step(global_batch: int, micro_batch: int, dp_size: int) -
             f" x micro_batch {micro_batch}; change train.tokens_per_step or train.micro_batch"
         )
     return global_batch // (dp_size * micro_batch)
+
+
+def _check_sockets(num_workers: int) -> None:
+    """Refuse a temporary folder in which reading processes could not make the sockets that pass their batches on.
+
+    Without this nothing arrives, and only data.timeout_seconds ends the job.
+    """
+    folder = tempfile.gettempdir()
+    if num_workers and len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
+        raise UserError(
+            f"the path of the temporary folder {folder} takes {len(os.fsencode(folder))} bytes, and the sockets of"
+            f" data.num_workers {num_workers} allow {LONGEST_TEMPORARY_FOLDER}; set TMPDIR to a shorter one,"
+            " or data.num_workers to 0"
+        )
 
 
 def _folders(shards: Any, proportions: Sequence[float] | None) -> list[ShardFolder]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from streaming.base.partition import get_partitions
 
 from data_prep import loader as loader_module
 from data_prep.guard import DataError
-from data_prep.loader import TrainLoader
+from data_prep.loader import LONGEST_TEMPORARY_FOLDER, TrainLoader
+from recipes.errors import UserError
 from tests.data_prep.rig import global_batches, numbered, read_and_state, read_steps, run_ranks, write_split
 
 COUNT, BATCH, STEPS = 103, 4, 55  # 103 sequences: 25 steps an epoch, 3 sequences left over
@@ -352,18 +354,38 @@ def abandon(shards, workers):
     next(TrainLoader(shards, micro_batch=1, num_workers=workers, **NUMBERS))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_process_with_an_open_loader_ends(shards, tmp_path, workers):
+def end_with_an_open_loader(shards, workers, temporary_folder):
     program = f"from tests.data_prep.test_loader import abandon; abandon({str(shards)!r}, {workers})"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        env=os.environ | {"TMPDIR": str(temporary_folder)},
         timeout=60,
         capture_output=True,
     )
     assert ended.returncode == 0, ended.stderr.decode()
-    assert not list(tmp_path.glob("longpitch-*"))
+
+
+@pytest.fixture
+def short_folder():
+    """A temporary folder whose path is short, where pytest's own may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_process_with_an_open_loader_ends(shards, short_folder, workers):
+    end_with_an_open_loader(shards, workers, short_folder)
+    assert not list(short_folder.glob("longpitch-*"))
+
+
+def test_longest_temporary_folder_works_and_a_longer_one_is_refused(shards, short_folder, monkeypatch):
+    longest = short_folder / ("x" * (LONGEST_TEMPORARY_FOLDER - len(str(short_folder)) - 1))
+    longest.mkdir()
+    end_with_an_open_loader(shards, 1, longest)
+    monkeypatch.setattr(tempfile, "tempdir", f"{longest}x")
+    with pytest.raises(UserError, match=r"76 bytes.* allow 75; set TMPDIR to a shorter one"):
+        TrainLoader(shards, micro_batch=1, num_workers=1, **NUMBERS)
 
 
 def read_forever(shards, temp_dir):
