@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import failures
+from launch.cluster import commands as cluster
 from launch.convert import ModelOverrides
 from launch.convert import app as convert_app
 from launch.overrides import check_changes
@@ -135,6 +136,12 @@ def report(
     draw_losses(runs, out)
     typer.echo(f"wrote {out}")
 
+
+app.command(epilog="Example: longpitch launch recipes/freesolo_340m.yaml --nodes 2 --gpus 8 --hosts hosts.txt")(
+    cluster.launch
+)
+app.command(hidden=True)(cluster.node)
+app.command(hidden=True)(cluster.chain)
 
 bench = typer.Typer(no_args_is_help=True)
 app.add_typer(bench, name="bench")

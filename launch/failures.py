@@ -58,7 +58,7 @@ def report(error: Exception) -> int:
         who = f"longpitch (rank {_rank()})" if "RANK" in os.environ else "longpitch"
         print(f"{who}: {sentence}", file=sys.stderr, flush=True)
     _tell_torchrun(sentence)
-    return 2 if isinstance(error, RecipeError) else 1
+    return 2 if isinstance(error, RecipeError) else getattr(error, "exit_code", 1)
 
 
 def explain(error: Exception) -> str:
