@@ -77,7 +77,7 @@ class _Attempt:
 
 def _read(process: subprocess.Popen, path: Path, aloud: bool) -> None:
     with open(path, "w") as file:
-        for line in process.stdout:
+        for line in process.stdout or ():
             file.write(line)
             file.flush()
             if aloud:
@@ -98,7 +98,8 @@ def supervise(job: Job) -> None:
         step = note_start(job.run, again=again)
         attempt = _Attempt(hosts, attempt_folder(job.run, time.strftime("%Y%m%d-%H%M%S")))
         if again:
-            print(f"longpitch: started again from step {step} on {len(hosts)} machines", flush=True)
+            where = "1 machine" if len(hosts) == 1 else f"{len(hosts)} machines"
+            print(f"longpitch: started again from step {step} on {where}", flush=True)
         codes = _run(attempt, job)
         if not any(codes):
             return

@@ -218,3 +218,34 @@ def test_slurm_job_is_submitted(tmp_path, slurm):
     done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 77\n"), done.stderr
     assert (tmp_path / "trace.script").read_text() == (tmp_path / "run" / "logs" / "job.slurm").read_text()
+
+
+def test_pods_run_a_node_each(tmp_path):
+    """The words of every pod's command, by a stand-in of python; failures are started again, ends of the chain not."""
+    job = yaml.safe_load((ROOT / "launch" / "cluster" / "pytorchjob.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    container = replicas["Worker"]["template"]["spec"]["containers"][0]
+    assert replicas["Master"]["replicas"] == 1 and replicas["Worker"]["restartPolicy"] == "ExitCode"
+    assert container == replicas["Master"]["template"]["spec"]["containers"][0]
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@" >> "$TRACE"\ncase "$3" in chain) exit $CHAIN;; *) exit $NODE;; esac\n')
+    python.chmod(0o755)
+    given = {one["name"]: one["value"] for one in container["env"]}
+
+    def pod(index: int, chain: int, node: int) -> tuple[int, list[str]]:
+        trace = tmp_path / "trace"
+        trace.write_text("")
+        known = {"WORLD_SIZE": "2", "RANK": str(index), "MASTER_ADDR": "longpitch-master-0", "TRACE": str(trace),
+                 "PATH": f"{tmp_path}:{os.environ['PATH']}", "CHAIN": str(chain), "NODE": str(node)}  # fmt: skip
+        command = [*container["command"], *container["args"]]
+        return subprocess.run(
+            command, cwd=ROOT, env=os.environ | given | known
+        ).returncode, trace.read_text().splitlines()
+
+    code, (first, second) = pod(0, 0, 0)
+    assert (code, first) == (0, "-m launch chain /work/runs/mine --again")
+    assert "node --nodes 2 --node 0 --gpus 8 --rendezvous localhost:29400 --job longpitch" in second
+    assert second.endswith("recipes/freesolo_340m.yaml data.shards=/work/shards/mine run_dir=/work/runs/mine")
+    code, (only,) = pod(1, 0, 1)
+    assert code == 201 and "--node 1 --gpus 8 --rendezvous longpitch-master-0:29400" in only
+    assert pod(0, 93, 0)[0] == 93

@@ -57,7 +57,7 @@ def test_killed_rank(start, undisturbed):
     job.ranks()[1].kill()
     assert job.end() == 0, job.said()
     assert job.losses() == undisturbed
-    assert "rank 1 ended, or lost its connection" in job.said() and "started again from step 3" in job.said()
+    assert "rank 1 ended, or lost its connection" in job.said() and "started again from step" in job.said()
 
 
 def test_killed_machine_ends_a_job_that_needs_two(start, network):
@@ -77,7 +77,7 @@ def test_killed_machine_leaves_a_job_that_can_do_with_one(start, network, undist
     network.kill_machine(killed)
     assert job.end() == 0, job.said()
     assert job.losses() == pytest.approx(undisturbed, rel=1e-5)  # sums of one rank are rounded otherwise
-    assert f"{network.names[killed]} is left out" in job.said() and "from step 3 on 1 machine" in job.said()
+    assert f"{network.names[killed]} is left out" in job.said() and "on 1 machine\n" in job.said()
 
 
 def test_cable_cut_for_five_seconds(start, network, undisturbed):
