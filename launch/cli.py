@@ -125,15 +125,21 @@ def evaluate(
     typer.echo(f"loss on {found.tokens:,} held-out tokens: {found.loss:.4f}")
 
 
-@app.command(epilog="Example: longpitch report runs/quickstart/whole runs/quickstart/broken --out loss.png")
+@app.command(epilog="Example: longpitch report runs/quickstart/whole runs/quickstart/broken --out report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write")] = Path("loss.png"),
+    out: Annotated[
+        Path, typer.Option(help="page to write: .html holds everything, .png the losses alone", show_default=True)
+    ] = Path("report.html"),
 ) -> None:
-    """Draw the losses of one or several runs as a PNG."""
-    from launch.report import draw_losses
-
-    draw_losses(runs, out)
+    """Show one or several runs on a page: figures, curves, gates, checkpoints, recipes."""
+    if out.suffix not in (".html", ".png"):
+        raise RecipeError(f"--out is {out}; give a name that ends in .html or .png")
+    if out.suffix == ".png":
+        from launch.report import draw_losses as write
+    else:
+        from launch.report_page import write_page as write
+    write(runs, out)
     typer.echo(f"wrote {out}")
 
 

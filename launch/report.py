@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.ticker import EngFormatter
 
 from data_prep.guard import read_manifest
 from launch.run_directory import find_shards, read_metrics
@@ -21,11 +22,7 @@ def draw_losses(runs: list[Path], out: Path) -> None:
     """
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
-        if not (run / "metrics.jsonl").exists():
-            raise UserError(f"{run}: no metrics.jsonl there; name the run_dir of a run that has trained a step")
-        records = [record for record in read_metrics(run / "metrics.jsonl") if record.get("loss") is not None]
-        if not records:
-            raise UserError(f"{run}: its metrics.jsonl holds no step with a finite loss; train a step of it first")
+        records = read_records(run)
         (line,) = axes.plot([r["tokens"] for r in records], [r["loss"] for r in records], label=run.name, linewidth=1)
         held_out = [(r["tokens"], r["heldout_loss"]) for r in records if "heldout_loss" in r]
         if held_out:
@@ -36,11 +33,26 @@ def draw_losses(runs: list[Path], out: Path) -> None:
     if entropy is not None:
         axes.axhline(entropy, linestyle=":", color="grey", label=f"unigram entropy {entropy:.2f}")
     axes.set(xlabel="tokens trained on", ylabel="loss (nats per token)", title="Loss")
+    axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     plt.close(figure)
+
+
+def read_records(run: Path) -> list[dict]:
+    """The metrics of a run's steps with a finite loss.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not (run / "metrics.jsonl").exists():
+        raise UserError(f"{run}: no metrics.jsonl there; name the run_dir of a run that has trained a step")
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record.get("loss") is not None]
+    if not records:
+        raise UserError(f"{run}: its metrics.jsonl holds no step with a finite loss; train a step of it first")
+    return records
 
 
 def unigram_entropy(run: Path) -> float | None:
