@@ -101,6 +101,7 @@ def start(shards, tmp_path) -> Iterator:
         job.end()
 
 
+@pytest.mark.slow  # `longpitch launch` does the same by its own means, tested in test_launch.py
 def test_killed_ranks_start_again_by_themselves(start):
     """First rank 1, then rank 0; the torchrun of this test goes on to the last step both times."""
     job = start("train.steps=400", "checkpoint.interval=10", options=("--max-restarts", "2"))
