@@ -87,7 +87,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     failures.note_run_directory(loaded.run_dir)
     with _said_when_interrupted("no step was being trained, and nothing is lost"):
         from launch.train import train as run
-        from megatron_ext.context_parallel.layout import leave_layout
+        from megatron_ext.parallel.layout import leave_layout
 
         run(loaded)
         leave_layout()  # NCCL's threads would keep the process from ending
@@ -219,7 +219,7 @@ def step_bench(
     loaded = load_recipe(recipe, overrides)
     _need_gpu()
     from launch.bench.step import bench_step
-    from megatron_ext.context_parallel.layout import leave_layout
+    from megatron_ext.parallel.layout import leave_layout
 
     baselines = ["dense"] if loaded.parallel.context > 1 else ["dense", "dense-fa2"]
     bench_step(

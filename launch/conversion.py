@@ -18,12 +18,12 @@ from launch.run_directory import find_tokenizer, model_of
 from launch.tokenizers import open_fitting_tokenizer
 from launch.train import model_facts
 from megatron_ext import checkpoint
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.hugging_face.config import model_section, read_config
 from megatron_ext.hugging_face.exporter import export_weights, write_surroundings
 from megatron_ext.hugging_face.importer import Importer
 from megatron_ext.hugging_face.tokenizer import copy_tokenizer
 from megatron_ext.model import weight_shapes
+from megatron_ext.parallel.layout import init_layout, leave_layout
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights, new_folder
 from recipes.kinds import ATTENTION_KINDS
 from recipes.load import RecipeError, check_model, override_model, resolved

@@ -11,8 +11,8 @@ from launch.conversion import one_process, show_progress
 from launch.overrides import changed_model, split_shards
 from launch.run_directory import find_shards, model_of
 from megatron_ext import checkpoint
-from megatron_ext.context_parallel.layout import pick_device
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.parallel.layout import pick_device
 from recipes.errors import UserError
 from recipes.load import check_kernels
 from recipes.schema import ModelConfig

@@ -9,8 +9,8 @@ from launch.overrides import changed_model
 from launch.run_directory import find_bos, find_tokenizer, model_of
 from launch.tokenizers import open_fitting_tokenizer
 from megatron_ext import checkpoint
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.parallel.layout import init_layout, leave_layout
 from recipes.errors import UserError
 from recipes.schema import ModelConfig
 

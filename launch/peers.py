@@ -15,13 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from launch.failures import in_time, is_group_error, name_ranks, one_line
-from megatron_ext.context_parallel import collectives
+from megatron_ext.parallel import collectives
 from recipes.errors import UserError
 
 GRACE = 5.0  # seconds that ranks differ in when they notice
 WAY_OUT = "the same command goes on from the last checkpoint"
 MOST_SAID = 300  # characters of another rank's sentence
 COLLECTIVES = {"loss": "the sum of the loss", "stop": "the vote on stopping",
+               "findings": "saying what is not finite",
                "checkpoint": "choosing, writing or reading a checkpoint"}  # fmt: skip
 
 _mine: dict[str, Any] = {}

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import cached_property, partial
 
 import torch
-import torch.distributed as dist
 
 from data_prep.batch import MicroBatch
 from data_prep.cache import ShardFolder, open_shards
@@ -25,12 +24,12 @@ from launch.metrics import MetricsWriter, flops_per_token, memory_gib, peak_flop
 from launch.run_directory import RunDirectory, written
 from launch.stopping import Stop, StopNow, torchruns_patience, words
 from megatron_ext import checkpoint, checkpoint_choice
-from megatron_ext.attention import Measured, RotationTables
-from megatron_ext.context_parallel.collectives import all_reduce
-from megatron_ext.context_parallel.layout import Layout, init_layout, pick_device
-from megatron_ext.context_parallel.sequence import own_slice, padded_length
 from megatron_ext.engine import ModelInput, OptimizerSettings, PenaltySettings, StepResult, TrainEngine
 from megatron_ext.model import LanguageModel, build_model, shared_tables, slice_context
+from megatron_ext.parallel.collectives import barrier
+from megatron_ext.parallel.layout import Layout, init_layout, pick_device
+from megatron_ext.parallel.slices import own_slice, padded_length
+from megatron_ext.sequence_context import Measured, RotationTables
 from recipes.errors import UserError
 from recipes.kinds import KINDS
 from recipes.load import accumulation_steps, check_kernels, check_world, resolved
@@ -153,7 +152,7 @@ class Trainer:
             self.open_fraction = client.get("open_fraction", 1.0)  # these two are not in all checkpoints
             self.skipped = client.get("skipped", 0)
             self.loader.load_state_dict(client["data"])
-            dist.barrier()  # a rank that is done at once must not take away what another still attaches to
+            barrier()  # a rank that is done at once must not take away what another still attaches to
         self.saved_step = self.step  # of the last checkpoint
         self.micro_batch_seconds = 0.0  # in the last step
         self.stop = Stop(speaks=self.layout.rank == 0)
@@ -381,24 +380,18 @@ class Trainer:
 
     def _measured(self, figures: list[Measured]) -> dict[str, list[float]]:
         """Each figure of the attention per layer, the mean over micro-batches and ranks."""
-        means = {}
-        for figure in figures[0]:
-            layers = sorted(figures[0][figure])
-            values = torch.stack([torch.stack([one[figure][n] for n in layers]) for one in figures])
-            sums, counts = all_reduce(values.sum(dim=0), dist.group.WORLD, "metrics").unbind(-1)
-            mean = dict(zip(layers, (sums / counts.clamp(min=1)).tolist(), strict=True))
-            # one entry a layer: a layer that was pruned of its second look never looks back
-            means[figure] = [round(mean.get(n, 0.0), 6) for n in range(1, self.recipe.model.num_layers + 1)]
-        return means
+        layers = range(1, self.recipe.model.num_layers + 1)
+        means = self.engine.mean_figures(figures)
+        # one entry a layer: a layer that was pruned of its second look never looks back
+        return {figure: [round(mean.get(layer, 0.0), 6) for layer in layers] for figure, mean in means.items()}
 
     def _not_finite(self, result: StepResult, batches: list[MicroBatch]) -> None:
         """Count the dropped step, or stop with the step, the ranks, the layers and the data."""
         self.skipped += 1
         ids = [sample for batch in batches for sample in batch.sample_ids]
-        layer = self.engine.first_non_finite(self._inputs(batches, []))
+        everyone = self.engine.find_non_finite(self._inputs(batches, []), ids[:SAMPLES_SAID])
+        layer = everyone[self.layout.rank][0]
         self.run.log.warning("step %d is not finite here: %s, samples %s", self.step + 1, layer, ids)
-        everyone: list = [None] * self.layout.world
-        dist.all_gather_object(everyone, (layer, ids[:SAMPLES_SAID]))
         sentence = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({_findings(everyone)})"
         self.run.log.warning("not finite, weights unchanged: %s", sentence)
         if self.skipped > self.recipe.train.skip_nonfinite:
@@ -462,8 +455,7 @@ class Trainer:
             step, done: where this rank is: in which step, after how many of its micro-batches.
         """
         peers.mark(step, done)
-        reason = torch.tensor(float(self.stop.wanted()))
-        reason = int(all_reduce(reason, self.layout.control_group, "stop", dist.ReduceOp.MAX).item())
+        reason = self.layout.highest(self.stop.wanted())
         self.stopping = self.stopping or reason
         return self.stopping > 0
 

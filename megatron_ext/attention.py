@@ -1,101 +1,30 @@
 """The core attentions in megatron-core's `core_attention` slot: windowed or dense, FreeSolo, and L2A's look back.
 
 They receive unrotated q, k, v as [T, B, heads, D] (this rank's slice and heads) and a `SequenceContext`, rotate
-with its tables, let `context_parallel` bring what earlier slices hold, and call the kernels.
+with its tables, let `parallel` bring what earlier slices hold, and call the kernels.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.cells import combine, read_cells
 from kernels.freesolo import measured_freesolo_attention
-from kernels.rope import apply_rope, rope_tables
+from kernels.rope import apply_rope
 from kernels.window import sliding_window_attention
-from megatron_ext.context_parallel.cells import candidate_cells
-from megatron_ext.context_parallel.collectives import group_size, replicated_parameter, tensor_parallel_group
-from megatron_ext.context_parallel.halo import with_halo
-from megatron_ext.context_parallel.queries import balanced_attention
+from megatron_ext.parallel.cells import candidate_cells
+from megatron_ext.parallel.collectives import group_size
+from megatron_ext.parallel.halo import with_halo
+from megatron_ext.parallel.queries import balanced_attention
+from megatron_ext.parallel.tensor import replicated_parameter, tensor_parallel_group
+from megatron_ext.sequence_context import SequenceContext
 
 # on an H200 with torch 2.11
 SDPA_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                       SDPBackend.MATH]  # fmt: skip
-
-
-Measured = dict[str, dict[int, torch.Tensor]]  # figure -> layer -> [sum, count]
-RotationTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, as SequenceContext holds them
-
-
-@dataclass
-class SequenceContext(PackedSeqParams):
-    """What all layers of one micro-batch share; megatron-core hands it through to the core attention untouched."""
-
-    qkv_format: str = "bshd"
-    start: int = 0  # global position of this slice's first token
-    length: int = 0  # tokens of the whole sequence, without the padding that makes slices equal
-    rope_cos: torch.Tensor | None = None  # [T, D/2] or [B, T, D/2] fp32
-    rope_sin: torch.Tensor | None = None
-    first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
-    measure: bool = False  # True: layers put their figures into `measured`
-    measured: Measured = field(default_factory=dict)
-    seed: int = 0  # seed and step: what the draws of a training step depend on beside the layer
-    step: int = 0
-    penalty_scale: float = 0.0  # gradient of the loss for one layer's sum of p^2; set by the engine
-    penalties: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> sum of p^2 over the slice's tokens
-
-    counts: dict[int, torch.Tensor] = field(default_factory=dict)  # numbers that layers share, on the device
-
-    def record(self, figure: str, layer: int, total: torch.Tensor, count: int) -> None:
-        """Keep one layer's figure, fp64 `total` over `count` things; a recomputed layer records the same again.
-
-        Takes one small launch, as layers of one micro-batch count the same things.
-        """
-        if count not in self.counts:
-            self.counts[count] = torch.full((), count, dtype=torch.float64, device=total.device)
-        self.measured.setdefault(figure, {})[layer] = torch.stack((total, self.counts[count]))
-
-
-def sequence_context(
-    doc_starts: torch.Tensor,
-    *,
-    start: int,
-    length: int,
-    head_dim: int,
-    rope_base: float,
-    document_mask: bool,
-    restart_positions: bool,
-    tables: RotationTables | None = None,
-    measure: bool = False,
-    seed: int = 0,
-    step: int = 0,
-) -> SequenceContext:
-    """Positions, rotation tables and document borders of a slice.
-
-    Args:
-        doc_starts: [B, T] global position of the first token of each position's document; only with `document_mask` or
-            without `tables` must it lie on the model's device.
-        start: global position of the slice's first token.
-        length: tokens of the whole sequence before padding.
-        tables: the slice's rotation tables, if somebody has them (`rope_tables`).
-        measure: whether layers put their figures into the context.
-        seed, step: of the run, for what a layer draws.
-    """
-    if tables is None:
-        positions = start + torch.arange(doc_starts.shape[1], device=doc_starts.device)
-        if document_mask and restart_positions:
-            positions = positions - doc_starts
-        tables = rope_tables(positions, head_dim, rope_base)
-    cos, sin = tables
-    first_key = doc_starts if document_mask else None
-    return SequenceContext(
-        start=start, length=length, rope_cos=cos, rope_sin=sin, first_key=first_key, measure=measure, seed=seed,
-        step=step,
-    )  # fmt: skip
 
 
 class ActiveQueries(NamedTuple):

@@ -29,10 +29,10 @@ from megatron_ext.checkpoint_files import (
     sync,
 )
 from megatron_ext.checkpoint_files import find as find
-from megatron_ext.context_parallel.collectives import barrier, gather_objects, group_rank, group_size
-from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.engine import TrainEngine
 from megatron_ext.model import LanguageModel
+from megatron_ext.parallel.collectives import barrier, gather_objects, group_rank, group_size
+from megatron_ext.parallel.layout import Layout
 from megatron_ext.weight_slices import MergedWeights, cut
 from megatron_ext.weights import SHARD_BYTES, ShardWriter, StoredWeights
 from recipes.kinds import KINDS

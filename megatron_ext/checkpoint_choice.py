@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_ext import deepspeed_files
 from megatron_ext.checkpoint_files import MARK, CheckpointError, newest_whole, read_facts, sweep
-from megatron_ext.context_parallel.collectives import from_rank_0, gather_objects
-from megatron_ext.context_parallel.layout import Layout
+from megatron_ext.parallel.collectives import from_rank_0, gather_objects
+from megatron_ext.parallel.layout import Layout
 from recipes.errors import UserError
 
 SEEN_LIMIT = 60.0  # seconds after which a file that another node has written is on no shared disk

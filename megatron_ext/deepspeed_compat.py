@@ -20,8 +20,8 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_ext.context_parallel.collectives import Group, all_reduce, group_rank, group_size
 from megatron_ext.model import LanguageModel
+from megatron_ext.parallel.collectives import Group, all_reduce, group_rank, group_size
 from recipes.errors import UserError
 
 UNIVERSAL_SUFFIX = "_universal"

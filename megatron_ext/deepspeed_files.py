@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ext.context_parallel.collectives import Group, group_rank
 from megatron_ext.deepspeed_compat import UnreadableFile, data_only
+from megatron_ext.parallel.collectives import Group, group_rank
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 SUMMED = 2**20  # elements at once: the sum of all would copy them as int64

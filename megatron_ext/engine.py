@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from megatron_ext import deepspeed_compat
-from megatron_ext.attention import SequenceContext
-from megatron_ext.context_parallel.collectives import all_reduce, group_size
-from megatron_ext.context_parallel.layout import Layout
 from megatron_ext.model import LanguageModel
+from megatron_ext.parallel.collectives import all_reduce, gather_objects, group_size, world_group
+from megatron_ext.parallel.layout import Layout
 from megatron_ext.router import Router
+from megatron_ext.sequence_context import Measured, SequenceContext
 from recipes.errors import UserError
 
 
@@ -267,8 +267,26 @@ class TrainEngine:
         all_reduce(sums, self.layout.data_context_group, "loss")
         return (sums[0] / sums[1]).item() if sums[1] > 0 else math.nan
 
+    def mean_figures(self, measured: list[Measured]) -> dict[str, dict[int, float]]:
+        """Each figure that the layers measured, by layer: the mean over micro-batches and ranks. Collective.
+
+        Args:
+            measured: of each micro-batch of this rank, the same figures of the same layers on all of them.
+        """
+        means = {}
+        for figure in measured[0]:
+            layers = sorted(measured[0][figure])
+            values = torch.stack([torch.stack([one[figure][n] for n in layers]) for one in measured])
+            sums, counts = all_reduce(values.sum(dim=0), world_group(), "metrics").unbind(-1)
+            means[figure] = dict(zip(layers, (sums / counts.clamp(min=1)).tolist(), strict=True))
+        return means
+
+    def find_non_finite(self, batches: Iterable[ModelInput], samples: list[int]) -> list[tuple[str, list[int]]]:
+        """For every rank the first module whose output is not finite, and the `samples` that it brings. Collective."""
+        return gather_objects((self._first_non_finite(batches), samples), "findings")
+
     @torch.no_grad()
-    def first_non_finite(self, batches: Iterable[ModelInput]) -> str:
+    def _first_non_finite(self, batches: Iterable[ModelInput]) -> str:
         """Name of the first module of this rank whose output is not finite, or where else to look. Collective."""
         found: list[str] = []
 

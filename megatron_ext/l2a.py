@@ -15,8 +15,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_ext.attention import ActiveQueries, SequenceContext
+from megatron_ext.attention import ActiveQueries
 from megatron_ext.router import Gates, leak_draw
+from megatron_ext.sequence_context import SequenceContext
 
 
 @dataclass

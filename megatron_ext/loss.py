@@ -7,23 +7,8 @@ weight is summed in fp32. The vocabulary may be cut over tensor-parallel ranks.
 
 import torch
 
-from megatron_ext.context_parallel.collectives import MAX, Group, all_reduce, group_rank
-
-
-def _chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, first_row: int, group: Group
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """nll [n], probabilities [n, v] of this rank's vocabulary rows, and where the labels lie in them."""
-    rows = logits.shape[1]
-    peak = all_reduce(logits.amax(dim=1), group, "loss", MAX)
-    exp = (logits - peak[:, None]).exp_()
-    total = all_reduce(exp.sum(dim=1), group, "loss")
-    local = labels - first_row
-    mine = (local >= 0) & (local < rows)
-    local = local.clamp(0, rows - 1)
-    target = logits.gather(1, local[:, None]).squeeze(1).masked_fill(~mine, 0.0)
-    target = all_reduce(target, group, "loss")
-    return total.log() + peak - target, exp.div_(total[:, None]), local, mine
+from megatron_ext.parallel.collectives import Group, all_reduce, group_rank
+from megatron_ext.parallel.tensor import vocabulary_cross_entropy
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -40,7 +25,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for at in range(0, hidden.shape[0], chunk):
             h, y, w = (x[at : at + chunk] for x in (hidden, labels, token_weights))
-            nll, d_logits, local, mine = _chunk_loss((h @ weight.t()).to(wide), y, first_row, group)
+            nll, d_logits, local, mine = vocabulary_cross_entropy((h @ weight.t()).to(wide), y, first_row, group)
             loss += (nll * w).sum()
             if with_grad:
                 d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(wide))

@@ -6,9 +6,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from kernels.rope import rope_tables
-from megatron_ext.attention import RotationTables, SequenceContext, sequence_context
-from megatron_ext.context_parallel.collectives import Group, group_rank, group_size
 from megatron_ext.loss import linear_cross_entropy
+from megatron_ext.parallel.collectives import Group, group_rank, group_size
+from megatron_ext.sequence_context import RotationTables, SequenceContext, sequence_context
 from megatron_ext.specs import decoder_spec
 from recipes.errors import UserError
 from recipes.schema import ModelConfig, TrainConfig

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.attention import SequenceContext
+from megatron_ext.sequence_context import SequenceContext
 
 _MASK = 2**64 - 1
 _LEAK, _OPEN = 1, 2  # streams of draws that must not repeat each other

@@ -39,7 +39,7 @@ def _poisoned(allocate):
 @pytest.fixture(scope="module")
 def alone():
     """Groups of one process, which megatron-core's layers ask for; yields their `Layout`."""
-    from megatron_ext.context_parallel.layout import init_layout, leave_layout  # most tests do without megatron-core
+    from megatron_ext.parallel.layout import init_layout, leave_layout  # most tests do without megatron-core
 
     with mock.patch.dict(os.environ):
         os.environ.pop("RANK", None)

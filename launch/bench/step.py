@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from launch.bench.timing import machine
 from launch.train import draw_model, optimizer_settings, precision_of, short_collections
 from megatron_ext import attention
-from megatron_ext.context_parallel.layout import Layout, init_layout, pick_device
-from megatron_ext.context_parallel.sequence import padded_length
 from megatron_ext.engine import ModelInput, TrainEngine
 from megatron_ext.model import slice_context
+from megatron_ext.parallel.layout import Layout, init_layout, pick_device
+from megatron_ext.parallel.slices import padded_length
 from recipes.errors import UserError
 from recipes.kinds import KINDS
 from recipes.load import check_kernels, check_world

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.context_parallel.layout import Layout, init_layout, leave_layout
-from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.model import build_model, slice_context
+from megatron_ext.parallel.layout import Layout, init_layout, leave_layout
+from megatron_ext.parallel.slices import own_slice
 from recipes.kinds import ATTENTION_KINDS
 from recipes.schema import AttentionConfig, ModelConfig
 from tests.megatron_ext.parity_program import difference, whole

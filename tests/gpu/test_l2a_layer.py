@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ext.attention import SequenceContext
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import build_model, slice_context
+from megatron_ext.parallel.layout import init_layout, leave_layout
 from megatron_ext.router import leak_draw
+from megatron_ext.sequence_context import SequenceContext
 from recipes.schema import AttentionConfig, ModelConfig
 
 MODEL = ModelConfig(

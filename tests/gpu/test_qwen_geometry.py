@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ext.context_parallel.layout import init_layout, leave_layout
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.parallel.layout import init_layout, leave_layout
 from recipes.schema import AttentionConfig, ModelConfig
 
 QWEN = ModelConfig(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.metrics import MetricsWriter
 from launch.train import train
-from megatron_ext.context_parallel.layout import leave_layout
+from megatron_ext.parallel.layout import leave_layout
 from recipes.load import load_recipe
 
 RECIPE = Path(__file__).with_name("training.yaml")

@@ -100,7 +100,7 @@ class Faults:
 
     def said(self, function) -> list[str]:
         """What each rank had to say against doing this."""
-        from megatron_ext.context_parallel.collectives import gather_objects
+        from megatron_ext.parallel.collectives import gather_objects
         from recipes.errors import UserError
 
         sentence = ""
@@ -113,7 +113,7 @@ class Faults:
     def go_on(self, run: Path, *more: str, stage: int = 1) -> dict:
         """Start the run again and end it at once; what was said, where ranks would have gone on, and what is left."""
         from launch.train import Trainer
-        from megatron_ext.context_parallel.collectives import gather_objects
+        from megatron_ext.parallel.collectives import gather_objects
 
         steps = []
 
@@ -280,7 +280,7 @@ def main(result: str, folder: str, shards: str, origin: str) -> None:
     import torch.distributed as dist
 
     from launch.train import train
-    from megatron_ext.context_parallel.layout import leave_layout
+    from megatron_ext.parallel.layout import leave_layout
     from recipes.load import load_recipe
 
     rank, world, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}

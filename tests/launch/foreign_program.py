@@ -108,7 +108,7 @@ def main(result: str, folder: str, shards: str) -> None:
     """Try every case with every file poisoned in turn, and with none."""
     from launch.train import train
     from megatron_ext import checkpoint
-    from megatron_ext.context_parallel.layout import leave_layout
+    from megatron_ext.parallel.layout import leave_layout
 
     root, found = Path(folder), {}
     for stage in STAGES:

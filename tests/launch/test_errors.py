@@ -18,8 +18,8 @@ from launch.metrics import MetricsWriter
 from launch.run_directory import find_tokenizer, read_metrics
 from launch.train import optimizer_settings, train
 from megatron_ext import deepspeed_compat
-from megatron_ext.context_parallel.layout import leave_layout, pick_device
 from megatron_ext.engine import TrainEngine, lr_at
+from megatron_ext.parallel.layout import leave_layout, pick_device
 from recipes.errors import UserError
 from recipes.load import RecipeError, load_recipe
 from tests.distributed import ROOT, free_port, rank_environment

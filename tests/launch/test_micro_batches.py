@@ -8,8 +8,8 @@ import pytest
 from launch.run_directory import read_metrics
 from launch.train import Trainer, train
 from megatron_ext import attention, model
-from megatron_ext.context_parallel.layout import leave_layout
 from megatron_ext.engine import TrainEngine
+from megatron_ext.parallel.layout import leave_layout
 from recipes.load import load_recipe
 from tests.launch.train_program import RECIPE
 

@@ -69,7 +69,7 @@ def run_job(job: dict, rank: int) -> dict:
 
 def main(result: str, jobs: str) -> None:
     """Run all jobs; rank 0 notes each one's result, and writes all of them by name at the end."""
-    from megatron_ext.context_parallel.layout import leave_layout
+    from megatron_ext.parallel.layout import leave_layout
 
     rank, found = int(os.environ["RANK"]), {}
     for job in json.loads(Path(jobs).read_text()):

@@ -16,10 +16,10 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402 - the filter comes first
 
-from megatron_ext.context_parallel.collectives import all_reduce  # noqa: E402
-from megatron_ext.context_parallel.layout import Layout, init_layout, leave_layout  # noqa: E402
 from megatron_ext.engine import ModelInput, OptimizerSettings, StepResult, TrainEngine  # noqa: E402
 from megatron_ext.model import build_model, slice_context  # noqa: E402
+from megatron_ext.parallel.collectives import all_reduce  # noqa: E402
+from megatron_ext.parallel.layout import Layout, init_layout, leave_layout  # noqa: E402
 from recipes.schema import AttentionConfig, ModelConfig  # noqa: E402
 
 STAGES = (0, 1, 2, 3)

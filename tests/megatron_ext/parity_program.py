@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.context_parallel.collectives import ledger, start_gather
-from megatron_ext.context_parallel.layout import Layout, init_layout
-from megatron_ext.context_parallel.sequence import own_slice
 from megatron_ext.model import LanguageModel, build_model, slice_context
+from megatron_ext.parallel.collectives import ledger, start_gather
+from megatron_ext.parallel.layout import Layout, init_layout
+from megatron_ext.parallel.slices import own_slice
 from recipes.kinds import L2A_KINDS
 from recipes.schema import AttentionConfig, ModelConfig
 

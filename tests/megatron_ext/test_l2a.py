@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.attention import FreeSoloAttention, SequenceContext, WindowAttention
+from megatron_ext.attention import FreeSoloAttention, WindowAttention
 from megatron_ext.checkpoint import CheckpointError, load_weights
 from megatron_ext.l2a import L2ALayer
 from megatron_ext.model import LanguageModel, build_model, slice_context
 from megatron_ext.router import Gates
+from megatron_ext.sequence_context import SequenceContext
 from recipes.kinds import L2A_KINDS
 from recipes.schema import AttentionConfig, ModelConfig
 from tests.numerics import assert_close, load_vector
@@ -271,8 +272,8 @@ def test_no_host_sync(kind, documents, monkeypatch):
         return q * k_cells.sum() * v_cells.sum(), k_cells.new_ones(*k_cells.shape[:2], 8)
 
     monkeypatch.setattr("megatron_ext.attention.read_cells", cells)
-    monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_attention", operator)
-    monkeypatch.setattr("megatron_ext.context_parallel.queries.sparse_query_rows", rows)
+    monkeypatch.setattr("megatron_ext.parallel.queries.sparse_query_attention", operator)
+    monkeypatch.setattr("megatron_ext.parallel.queries.sparse_query_rows", rows)
     monkeypatch.setattr("megatron_ext.attention.sliding_window_attention", operator)
     model = build(kind, leak_probability=0.5, document_mask=documents)
     layer = model.decoder.layers[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.context_parallel.queries import deal_queries
+from megatron_ext.parallel.queries import deal_queries
 
 PATTERNS = {
     "all": lambda t: torch.ones_like(t, dtype=torch.bool),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.attention import SequenceContext
 from megatron_ext.router import ContextFreeGate, Router, leak_draw, open_draw
+from megatron_ext.sequence_context import SequenceContext
 
 
 class Config:

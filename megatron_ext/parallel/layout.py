@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ext.context_parallel.collectives import Group
-from megatron_ext.context_parallel.rendezvous import own_part, torchruns_store
+from megatron_ext.parallel.collectives import MAX, Group, all_reduce
+from megatron_ext.parallel.rendezvous import own_part, torchruns_store
 from recipes.errors import UserError
 from recipes.schema import DEVICES
 
@@ -49,6 +49,10 @@ class Layout:
     def data(self) -> int:
         """Number of data-parallel replicas of a (tensor x context) block."""
         return self.world // (self.tensor * self.context)
+
+    def highest(self, number: int) -> int:
+        """The highest number that any rank brings; no GPU is waited for. Collective."""
+        return int(all_reduce(torch.tensor(float(number)), self.control_group, "stop", MAX).item())
 
 
 def pick_device(wanted: str) -> torch.device:

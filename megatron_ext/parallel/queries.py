@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.sparse_query import sparse_query_attention, sparse_query_rows
-from megatron_ext.context_parallel.collectives import Group, all_to_all, group_rank, group_size, start_gather
+from megatron_ext.parallel.collectives import Group, all_to_all, group_rank, group_size, start_gather
 
 _PIECES = 4  # groups of key/value heads at most: more overlap less and less, and each is another set of kernels
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.cells import cell_priority, number_cells, offered_cells, split_cells
-from megatron_ext.context_parallel.collectives import Group, all_gather, all_gather_constant, group_rank, group_size
+from megatron_ext.parallel.collectives import Group, all_gather, all_gather_constant, group_rank, group_size
 
 
 class CellTable(NamedTuple):

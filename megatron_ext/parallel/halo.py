@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ext.context_parallel.collectives import Group, all_gather, group_rank, group_size
+from megatron_ext.parallel.collectives import Group, all_gather, group_rank, group_size
 
 
 def with_halo(

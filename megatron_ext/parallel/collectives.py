@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 Group = dist.ProcessGroup | None
-MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
+MAX = dist.ReduceOp.MAX
 
 ledger: Counter[str] = Counter()  # bytes received by this rank, by kind of traffic
 doing = {"collective": ""}  # the kind of traffic that this rank entered last, for whoever says where it hangs
@@ -39,9 +38,14 @@ def barrier() -> None:
     dist.barrier()
 
 
-def gather_objects(x: Any) -> list:
+def world_group() -> Group:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def gather_objects(x: Any, kind: str = "checkpoint") -> list:
     """`x` of every rank of the world, in their order, on every rank; anything small that can be pickled."""
-    doing["collective"] = "checkpoint"
+    doing["collective"] = kind
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, x)
     return everyone
@@ -53,11 +57,6 @@ def from_rank_0(x: Any) -> Any:
     values = [x]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def tensor_parallel_group() -> Group:
-    """The tensor-parallel group that megatron-core was initialized with."""
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -208,19 +207,3 @@ def all_reduce(
         _count(kind, x.numel() * x.element_size())
         dist.all_reduce(x, op=op, group=group)
     return x
-
-
-class _ReplicatedParameter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, d_out: torch.Tensor):
-        return all_reduce(d_out.clone(), ctx.group, "tensor_parallel"), None
-
-
-def replicated_parameter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """A parameter that tensor-parallel ranks hold whole but apply to their own heads: its gradients are summed."""
-    return x if group_size(group) == 1 else _ReplicatedParameter.apply(x, group)
