@@ -7,7 +7,7 @@ import pytest
 
 from launch.run_directory import read_metrics
 from launch.train import Trainer, train
-from megatron_ext import attention, model
+from megatron_ext import model, sequence_context
 from megatron_ext.engine import TrainEngine
 from megatron_ext.parallel.layout import leave_layout
 from recipes.load import load_recipe
@@ -56,8 +56,8 @@ def test_one_at_a_time(case, shards, tmp_path, monkeypatch):
         built.append(positions.shape)
         return make_tables(positions, *arguments)
 
-    make_tables = attention.rope_tables
-    monkeypatch.setattr(attention, "rope_tables", count_built)
+    make_tables = sequence_context.rope_tables
+    monkeypatch.setattr(sequence_context, "rope_tables", count_built)
     monkeypatch.setattr(model, "rope_tables", count_built)
     monkeypatch.setattr(Trainer, "model_input", count_made)
     monkeypatch.setattr(TrainEngine, "_loss", count_alive)
