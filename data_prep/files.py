@@ -299,7 +299,10 @@ def _data_set_files(place: _Local | _Url, split: str) -> list[str]:
 
 def open_raw(path: str) -> BinaryIO:
     """The bytes of a file as it lies there."""
-    return fsspec.open(path, "rb").open() if is_url(path) else open(path, "rb")
+    if not is_url(path):
+        return open(path, "rb")
+    store, place = fsspec.url_to_fs(path)
+    return store.open(place, "rb")
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def once_per_host(folder: Path, name: str, check: Callable[[], dict[str, Any]]) 
     path = folder / f"checked-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        verdict = _living_verdict(path, name)
+        verdict: dict[str, Any] | None = _living_verdict(path, name)
         if verdict is None:
             try:
                 verdict = {"found": check()}

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.dataset import _ShardState
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data_prep.batch import MicroBatch, collate
 from data_prep.cache import ShardFolder
@@ -264,7 +265,7 @@ class TrainLoader:
         self._dataset.stop()
         if self._prefetcher is not None:
             self._prefetcher.close()
-        if self._dataloader._iterator is not None:
+        if isinstance(self._dataloader._iterator, _MultiProcessingDataLoaderIter):
             self._dataloader._iterator._shutdown_workers()
         self._dataset.release()
         self.scratch.close()

@@ -125,6 +125,7 @@ def _mix(
     members = [choice.train[parts[choice.train] == number] for number in range(len(asked))]
     available = [int(corpus.lengths[one].sum(dtype=np.int64)) for one in members]
     total = _total(asked, shares, available, names, max_tokens)
+    picked, reached = members, np.array(available)
     for _ in range(ROUNDS):
         picked = [
             _take(corpus, documents, round(total * share), part.repeat, longest_first)

@@ -206,8 +206,8 @@ def _finished(folder: Path, settings: dict[str, Any], data: DataConfig) -> dict[
     now = {key: value for key, value in settings.items() if key != named or (value and named in then)}
     if differing := _differences(then, now):
         raise UserError(f"{folder} was prepared with other settings: {differing}; {way_out}")
-    is_older = data.tokenizer and settings[named] and named not in then
-    if is_older and not _is_tokenizer_of(manifest, data.tokenizer, data.add_bos):
+    tokenizer = data.tokenizer if named not in then else None
+    if tokenizer and settings[named] and not _is_tokenizer_of(manifest, tokenizer, data.add_bos):
         raise UserError(f"{folder} was prepared with another tokenizer than {data.tokenizer} now is; {way_out}")
     try:
         files = find_files(data.sources)

@@ -43,7 +43,7 @@ def plan_split(
     shards = plan_shards(plan, corpus.dtype.itemsize, masks, shard_mib)
     digest = xxhash.xxh64(repr((name, seq_length, packing, masks, shard_mib)))
     for array in (corpus.hashes[documents], plan.documents, plan.starts, plan.lengths, plan.borders):
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return SplitPlan(name, documents, plan, shards, digest.hexdigest())
 
 

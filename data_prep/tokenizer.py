@@ -144,7 +144,7 @@ def document_bos(tokenizer: PreTrainedTokenizerFast, name: str, add_bos: bool | 
     Raises:
         UserError: the tokenizer called `name` has no such token, and add_bos is true.
     """
-    bos = tokenizer.bos_token_id
+    bos: Any = tokenizer.bos_token_id  # transformers declares a string or a list besides
     if add_bos is None:
         add_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
     if add_bos and bos is None:

@@ -43,7 +43,7 @@ def _about(context: typer.Context) -> None:
     if context.invoked_subcommand == "train":
         expect_torchrun_or_one()
     elif context.invoked_subcommand != "bench":
-        expect_one_process(context.invoked_subcommand)
+        expect_one_process(context.invoked_subcommand or "")
 
 
 @app.command(
@@ -58,14 +58,14 @@ def prep(
     ] = None,
 ) -> None:
     """Turn the recipe's corpora into token shards with a manifest; a killed run goes on by the same command."""
-    if (recipe is None) == (verify is None):
-        raise RecipeError("prep takes a recipe, or --verify and a folder that prep has written")
-    if verify is not None:
+    if verify is not None and recipe is None:
         from data_prep.verify import verify as prove
 
         found = prove(verify)
         typer.echo(f"{verify}: whole, {found['sequences']} sequences, {found['tokens']} tokens, {found['bytes']} bytes")
         return
+    if recipe is None or verify is not None:
+        raise RecipeError("prep takes a recipe, or --verify and a folder that prep has written")
     loaded = load_recipe(recipe, overrides)
     from data_prep.prep import prepare
 

@@ -220,7 +220,7 @@ class Trainer:
         )
         if origin is not None and dtype == torch.bfloat16:
             checkpoint.load_masters(engine, origin)
-        if facts is not None:
+        if facts is not None and self.resumed_from is not None:
             if "trained" not in facts:
                 self.run.log.warning(
                     "%s does not say what trained: train.freeze and train.train_only must be as they were",
@@ -409,10 +409,10 @@ class Trainer:
             StopNow: all ranks stop before they have measured it; not after the last step.
         """
         assert self.heldout_reader is not None
-        return self.engine.evaluate(self._heldout_inputs())
+        return self.engine.evaluate(self._heldout_inputs(self.heldout_reader))
 
-    def _heldout_inputs(self) -> Iterator[ModelInput]:
-        for number, batch in enumerate(self.heldout_reader):
+    def _heldout_inputs(self, reader: EvalReader) -> Iterator[ModelInput]:
+        for number, batch in enumerate(reader):
             if number > 0 and self.step < self.recipe.train.steps:
                 self._leave_if_told(self.step, self.accumulation + number)
             yield self.model_input(batch)

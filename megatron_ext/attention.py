@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -170,7 +171,7 @@ class FreeSoloAttention(_CoreAttention):
         self.retain, self.recent, self.eps = retain, recent, eps
         self.alpha = nn.Parameter(torch.full((self.heads,), float(alpha_init), dtype=config.params_dtype))
         # DeepSpeed and megatron-core take a parameter without these marks for one that every tensor rank holds alike
-        self.alpha.tensor_model_parallel, self.alpha.partition_dim, self.alpha.partition_stride = True, 0, 1
+        set_tensor_model_parallel_attributes(self.alpha, is_parallel=True, dim=0, stride=1)
         self.gain = nn.Parameter(torch.ones(self.head_dim, dtype=config.params_dtype))
         self.register_buffer("sigma", torch.full((self.heads,), float(sigma)))
         self.register_buffer("lam", torch.full((self.heads,), float(lam)))

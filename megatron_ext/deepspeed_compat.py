@@ -84,13 +84,14 @@ def prepare_for_checkpoints(model: nn.Module) -> None:
     def that_fit(*patterns: str) -> list[str]:
         return [pattern for pattern in patterns if any(re.match(pattern, name) for name in trained)]
 
-    model.universal_checkpoint_info = {
+    info = {
         "universal_checkpoint_version": 0.2,
         "tp_replicated_parameter_patterns": that_fit(
             r".*layernorm\.weight$", r".*core_attention\.gain$", r".*router\.weight$"
         ),
         "parameter_with_row_parallelism_patterns": that_fit(r".*linear_proj\.weight$", r".*linear_fc2\.weight$"),
     }
+    model.universal_checkpoint_info = info  # pyright: ignore[reportArgumentType] - DeepSpeed looks for it there
     model.register_state_dict_post_hook(_drop_none_extra_state)
 
 
@@ -159,7 +160,7 @@ def _own_optimizer_of_stage_1() -> Iterator[None]:
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
     choose = DeepSpeedEngine._do_optimizer_sanity_check
-    DeepSpeedEngine._do_optimizer_sanity_check = lambda _engine, _optimizer: ZERO_OPTIMIZATION
+    DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
     try:
         yield
     finally:
@@ -233,7 +234,8 @@ def set_masters(engine, values: Iterable[tuple[nn.Parameter, torch.Tensor]], *, 
         elif zero_stage < 3:
             safe_set_full_fp32_param(parameter, value)
         else:  # DeepSpeed's own function for whole values forgets that the last rank's part is padded
-            size = parameter.ds_tensor.numel()
+            with_parts: Any = parameter  # DeepSpeed attaches this rank's
+            size = with_parts.ds_tensor.numel()
             padded = nn.functional.pad(value.flatten(), (0, size * group_size(group) - value.numel()))
             safe_set_local_fp32_param(parameter, padded.narrow(0, size * group_rank(group), size))
 
@@ -251,7 +253,7 @@ def _known(classes: Iterable[type]) -> Iterator[None]:
         torch.serialization.add_safe_globals(others)
 
 
-def read_data(file: str | Path, *, known: Iterable[type] = (), read: Callable | None = None, **options) -> Any:
+def read_data(file: str | Path, *, known: Iterable[type] = (), read: Callable | None = None, **options: Any) -> Any:
     """torch.load of tensors and plain values; a pickle of anything else is refused and nothing of it runs.
 
     Args:
@@ -263,7 +265,8 @@ def read_data(file: str | Path, *, known: Iterable[type] = (), read: Callable | 
     """
     try:
         with _known(known):
-            return (read or torch.load)(file, **(options | {"weights_only": True}))
+            settings: dict[str, Any] = options | {"weights_only": True}
+            return (read or torch.load)(file, **settings)
     except (OSError, MemoryError, torch.OutOfMemoryError, UnreadableFile):
         raise
     except Exception as error:
@@ -459,4 +462,5 @@ def consolidated_weights(checkpoint: Path, tag: str, zero_stage: int, tensor_ran
         for file in (checkpoint / tag).glob(f"*{rank}_*.pt"):
             (Path(folder) / tag / file.name).symlink_to(file.absolute())
         lazy = get_fp32_state_dict_from_zero_checkpoint(folder, tag=tag, lazy_mode=True)
+    assert lazy is not None
     return _GatheredWeights(lazy, plain)

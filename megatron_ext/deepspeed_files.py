@@ -96,16 +96,21 @@ def held_by_rank(engine, model: nn.Module, *, zero_stage: int, group: Group) -> 
     """
     rank, buffers = group_rank(group), list(model.buffers())
     if zero_stage == 3:  # without what pads the last parts
-        parts = [parameter.ds_tensor.narrow(0, 0, _own_size(parameter, rank)) for parameter in model.parameters()]
+        parts = [_own_part(parameter, rank) for parameter in model.parameters()]
         return [sum_of_bits(_masters_and_moments_of_stage_3(engine.optimizer, rank)), sum_of_bits(parts + buffers)]
     states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
     tensors = [each for master, moments in states.items() for each in (master, *_moments(moments))]
     return [sum_of_bits(tensors), sum_of_bits([*model.parameters(), *buffers])]
 
 
-def _own_size(parameter: nn.Parameter, rank: int) -> int:
+def _own_size(parameter: Any, rank: int) -> int:
+    """Elements of a parameter of stage 3, with what DeepSpeed attaches to it, that lie on this rank."""
     part = parameter.ds_tensor.numel()
     return min(max(parameter.ds_numel - rank * part, 0), part)
+
+
+def _own_part(parameter: Any, rank: int) -> torch.Tensor:
+    return parameter.ds_tensor.narrow(0, 0, _own_size(parameter, rank))
 
 
 def _moments(state: dict) -> list[torch.Tensor]:

@@ -253,7 +253,9 @@ class TrainEngine:
             return norm, True
         skipped = self.deepspeed.skipped_steps
         self.deepspeed.step()
-        norm = float(self.deepspeed.get_global_grad_norm())
+        norm = self.deepspeed.get_global_grad_norm()
+        assert norm is not None  # after a step
+        norm = float(norm)
         return norm, self.deepspeed.skipped_steps == skipped and math.isfinite(norm)
 
     @torch.no_grad()

@@ -20,13 +20,13 @@ from megatron_ext.router import Gates, leak_draw
 from megatron_ext.sequence_context import SequenceContext
 
 
-@dataclass
+@dataclass(kw_only=True)
 class L2ASubmodules(TransformerLayerSubmodules):
     """The stock layer's slots and those of the second look."""
 
-    global_layernorm: ModuleSpec | type | None = None
-    global_attention: ModuleSpec | None = None  # None: the local attention's q, k, v and o are used a second time
-    gate: ModuleSpec | None = None
+    global_layernorm: ModuleSpec | type
+    global_attention: ModuleSpec | None  # None: the local attention's q, k, v and o are used a second time
+    gate: ModuleSpec
 
 
 class _PenaltyGradient(torch.autograd.Function):

@@ -27,13 +27,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, y, w = (x[at : at + chunk] for x in (hidden, labels, token_weights))
             nll, d_logits, local, mine = vocabulary_cross_entropy((h @ weight.t()).to(wide), y, first_row, group)
             loss += (nll * w).sum()
-            if with_grad:
+            if d_hidden is not None:
                 d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(wide))
                 d_logits = d_logits.mul_(w[:, None].to(wide)).to(hidden.dtype)
                 d_hidden[at : at + chunk] = d_logits @ weight
                 if d_weight is not None:
                     d_weight += (d_logits.t() @ h).to(wide)
-        if with_grad:
+        if d_hidden is not None:
             all_reduce(d_hidden, group, "loss")  # each rank has the part of its vocabulary rows
             ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype

@@ -32,6 +32,7 @@ class LanguageModel(GPTModel):
     def output_weight(self) -> torch.nn.Parameter:
         """The rows that hidden states are multiplied by: the embedding's when tied, else the output layer's."""
         layer = self.embedding.word_embeddings if self.share_embeddings_and_output_weights else self.output_layer
+        assert layer.weight is not None  # there are no pipeline stages without one
         return layer.weight
 
     def forward(
@@ -55,7 +56,7 @@ class LanguageModel(GPTModel):
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)  # [T, B, width]
         weight = self.output_weight()[: self.own_rows]
-        if labels is None:
+        if labels is None or weights is None:
             return (hidden @ weight.t()).transpose(0, 1)
         flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         return linear_cross_entropy(

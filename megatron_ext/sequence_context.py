@@ -11,15 +11,15 @@ Measured = dict[str, dict[int, torch.Tensor]]  # figure -> layer -> [sum, count]
 RotationTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, as SequenceContext holds them
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SequenceContext(PackedSeqParams):
     """What all layers of one micro-batch share; megatron-core hands it through to the core attention untouched."""
 
     qkv_format: str = "bshd"
     start: int = 0  # global position of this slice's first token
     length: int = 0  # tokens of the whole sequence, without the padding that makes slices equal
-    rope_cos: torch.Tensor | None = None  # [T, D/2] or [B, T, D/2] fp32
-    rope_sin: torch.Tensor | None = None
+    rope_cos: torch.Tensor  # [T, D/2] or [B, T, D/2] fp32
+    rope_sin: torch.Tensor
     first_key: torch.Tensor | None = None  # [B, T] smallest visible global position; None: the sequence's start
     measure: bool = False  # True: layers put their figures into `measured`
     measured: Measured = field(default_factory=dict)

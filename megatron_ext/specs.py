@@ -1,6 +1,7 @@
 """Layer specs: the stock megatron-core layer with its core attention swapped, and for the L2A kinds a second look."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -13,12 +14,12 @@ from megatron_ext.attention import FreeSoloAttention, HeadNorm, SharedAttention,
 from megatron_ext.l2a import L2ALayer, L2ASubmodules
 from megatron_ext.router import ContextFreeGate, Router
 from recipes.errors import UserError
-from recipes.kinds import CELLS, KINDS, POOL, WINDOW, AttentionKind, kinds_with
+from recipes.kinds import CELLS, KINDS, POOL, WINDOW, AttentionKind, Gate, kinds_with
 from recipes.schema import AttentionConfig, ModelConfig
 
 
-class _Recomputed:
-    """Mixed in before a layer: it keeps nothing but its inputs for the backward.
+class RecomputedLayer(TransformerLayer):
+    """The stock layer, keeping nothing but its inputs for the backward.
 
     Non-reentrant, because that alone runs without hooks into CUDA's random state and gives ZeRO the same gradients.
     """
@@ -35,15 +36,12 @@ class _Recomputed:
         megatron-core's last linear layer matters: out of 0.19's, all that was recomputed stays alive until the whole
         backward is over, as if nothing had been.
         """
-        hidden, *others = super().forward(*args, **kwargs)
+        found: tuple[Any, ...] = super().forward(*args, **kwargs)
+        hidden, *others = found
         return hidden * torch.ones((), dtype=hidden.dtype, device=hidden.device), *others
 
 
-class RecomputedLayer(_Recomputed, TransformerLayer):
-    """The stock layer, recomputed."""
-
-
-class RecomputedL2ALayer(_Recomputed, L2ALayer):
+class RecomputedL2ALayer(RecomputedLayer, L2ALayer):
     """The L2A layer, recomputed; what it draws is a function of the step, so both passes draw alike."""
 
 
@@ -78,35 +76,41 @@ def _global_attention(kind: AttentionKind, attention: AttentionConfig) -> Module
     return ModuleSpec(module=SparseQueryAttention, params={"backend": attention.backend})
 
 
-def _gate(kind: AttentionKind, attention: AttentionConfig) -> ModuleSpec:
-    if not kind.gate.learned:
+def _gate(gate: Gate, attention: AttentionConfig) -> ModuleSpec:
+    if not gate.learned:
         return ModuleSpec(module=ContextFreeGate, params={"open_probability": attention.open_probability})
     constants = {"temperature": attention.gate_temperature, "threshold": attention.gate_threshold}
     return ModuleSpec(module=Router, params=constants)
 
 
 def _with_global_attention(
-    kind: AttentionKind, attention: AttentionConfig, layer: ModuleSpec, *, recompute: bool
+    kind: AttentionKind, gate: Gate, attention: AttentionConfig, layer: ModuleSpec, *, recompute: bool
 ) -> ModuleSpec:
     """The L2A layer whose local attention is that of `layer`."""
-    slots = {one.name: getattr(layer.submodules, one.name) for one in fields(layer.submodules)}
+    stock = _slots(layer)
+    slots = {one.name: getattr(stock, one.name) for one in fields(stock)}
     global_attention = None  # the local one's module is used again
     if not kind.shared_projections:
-        global_attention = _with_core(layer.submodules.self_attention, _global_attention(kind, attention))
+        global_attention = _with_core(stock.self_attention, _global_attention(kind, attention))
     return ModuleSpec(
         module=RecomputedL2ALayer if recompute else L2ALayer,
         params={"leak_probability": attention.leak_probability},
         submodules=L2ASubmodules(
             **slots,
-            global_layernorm=layer.submodules.input_layernorm,
+            global_layernorm=stock.input_layernorm,
             global_attention=global_attention,
-            gate=_gate(kind, attention),
+            gate=_gate(gate, attention),
         ),
     )
 
 
+def _slots(spec: ModuleSpec) -> Any:
+    """The modules that a spec names, a dataclass; megatron-core declares it as any object."""
+    return spec.submodules
+
+
 def _with_core(self_attention: ModuleSpec, core: ModuleSpec) -> ModuleSpec:
-    return replace(self_attention, submodules=replace(self_attention.submodules, core_attention=core))
+    return replace(self_attention, submodules=replace(_slots(self_attention), core_attention=core))
 
 
 def decoder_spec(model: ModelConfig, *, recompute: bool = False) -> ModuleSpec | TransformerBlockSubmodules:
@@ -121,7 +125,7 @@ def decoder_spec(model: ModelConfig, *, recompute: bool = False) -> ModuleSpec |
         return usual
     closed = layer_spec("swa", attention, **options)
     layers = [closed if number in attention.closed_layers else usual for number in range(model.num_layers)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=usual.submodules.input_layernorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_slots(usual).input_layernorm)
 
 
 def layer_spec(
@@ -148,12 +152,12 @@ def layer_spec(
             f"set document_mask: false or use {' or '.join(kinds_with(lambda one: one.document_mask))}"
         )
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    self_attention = _slots(stock).self_attention
     if qk_norm:
-        heads = replace(stock.submodules.self_attention.submodules, q_layernorm=HeadNorm, k_layernorm=HeadNorm)
-        attention_spec = replace(stock.submodules.self_attention, submodules=heads)
-        stock = replace(stock, submodules=replace(stock.submodules, self_attention=attention_spec))
-    self_attention = _with_core(stock.submodules.self_attention, _core_attention(row, attention))
-    layer = replace(stock, submodules=replace(stock.submodules, self_attention=self_attention))
+        heads = replace(self_attention.submodules, q_layernorm=HeadNorm, k_layernorm=HeadNorm)
+        self_attention = replace(self_attention, submodules=heads)
+    self_attention = _with_core(self_attention, _core_attention(row, attention))
+    layer = replace(stock, submodules=replace(_slots(stock), self_attention=self_attention))
     if row.gate is not None:
-        return _with_global_attention(row, attention, layer, recompute=recompute)
+        return _with_global_attention(row, row.gate, attention, layer, recompute=recompute)
     return replace(layer, module=RecomputedLayer) if recompute else layer

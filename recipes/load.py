@@ -68,11 +68,11 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """
     try:
         layers = [*_layers(Path(path).expanduser(), []), _parse(overrides or [])]
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), *layers)
+        merged = _merged(Recipe, *layers)
         _drop_unused_keys(merged, layers)
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise RecipeError(f"{path}: no value for {', '.join(missing)}; set each in the recipe, or as key=value")
-        recipe = OmegaConf.to_object(merged)
+        recipe = _made(merged)
         expand_paths(recipe)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: {_one_sentence(error)}") from error
@@ -82,6 +82,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise RecipeError(f"{path}: {error}") from error
     check_recipe(recipe)
     return recipe
+
+
+def _merged(schema: Any, *layers: Any) -> Any:
+    """The layers merged into a dataclass, whose keys and types then hold; omegaconf declares any container."""
+    return OmegaConf.merge(OmegaConf.structured(schema), *layers)
+
+
+def _made(merged: Any) -> Any:
+    """The dataclass that a merge into one describes."""
+    return OmegaConf.to_object(merged)
 
 
 def save_recipe(recipe: Recipe, path: Path, **about_run: object) -> None:
@@ -212,9 +222,9 @@ def override_model(model: ModelConfig, overrides: list[str]) -> ModelConfig:
             raise RecipeError(f"override {override!r}: only keys of the model section can be set here")
     try:
         changes = _parse(overrides)
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe(model=model)), changes)
+        merged = _merged(Recipe(model=model), changes)
         _drop_unused_keys(merged, [OmegaConf.create({"model": resolved(model)}), changes])
-        return OmegaConf.to_object(merged.model)  # type: ignore[return-value] - the merge is structured
+        return _made(merged.model)
     except OmegaConfBaseException as error:
         raise RecipeError(_one_sentence(error)) from error
 
@@ -226,8 +236,7 @@ def read_model(path: Path) -> ModelConfig:
         RecipeError: it cannot be read, or is of another version.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), _read(path).model)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value] - the merge is structured
+        return _made(_merged(ModelConfig, _read(path).model))
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: model.{_one_sentence(error)}") from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:

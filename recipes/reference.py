@@ -23,9 +23,10 @@ SECTIONS = {
 def key_table(section: type) -> list[str]:
     """One row for each key of a dataclass: its name, type, default, and the comment behind or under it."""
     lines = inspect.getsource(section).splitlines()
-    body = ast.parse("\n".join(lines)).body[0].body  # type: ignore[attr-defined] - a class definition
+    definition = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(definition, ast.ClassDef)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field in body:
+    for field in definition.body:
         if not isinstance(field, ast.AnnAssign):
             continue
         default = ast.unparse(field.value) if field.value else ""

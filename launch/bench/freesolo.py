@@ -6,6 +6,7 @@ Every figure is a median. What is reported is the ratio: an absolute time holds 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def bench_freesolo(
     rows = []
     for length in lengths:
         inputs = random_inputs(length, heads, heads, head_dim)
-        row = {"length": length}
+        row: dict[str, Any] = {"length": length}
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
             row[name] = measure(sdpa(backend, *inputs), inputs, graph=length <= GRAPH_UP_TO)
             print(f"{length:>7} {name:<14} {figures_text(row[name])}", flush=True)

@@ -8,6 +8,7 @@ that happens to be full, which no host knows of.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def bench_l2a(
     rows = []
     for length in lengths:
         inputs = random_inputs(length, heads, kv_heads, head_dim)
-        row = {"length": length}
+        row: dict[str, Any] = {"length": length}
         for name, call in _calls(inputs, shares, window).items():
             row[name] = measure(call, inputs, graph=length <= GRAPH_UP_TO)
             print(f"{length:>7} {name:<18} {figures_text(row[name])}", flush=True)

@@ -32,8 +32,10 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], T
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=q.shape[2] != k.shape[2])
+            query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
+            )
 
     return call
 

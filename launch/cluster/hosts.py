@@ -113,6 +113,7 @@ def _start(host: Host, shell: Sequence[str], words: list[str]) -> subprocess.Pop
 
 def _first_line(process: subprocess.Popen) -> str:
     """What a program answers in time: its first line; its last one if it fails."""
+    assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(process.stdout.readline)

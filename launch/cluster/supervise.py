@@ -1,5 +1,6 @@
 """Starts a job on its machines, passes on what rank 0 says, and starts it again after a fault while it gets further."""
 
+import math
 import signal
 import socket
 import subprocess
@@ -66,6 +67,7 @@ class _Attempt:
 
     def say(self, word: str) -> None:
         for process in self.processes:
+            assert process.stdin is not None
             with suppress(OSError, ValueError):  # it has ended
                 process.stdin.write(word + "\n")
                 process.stdin.flush()
@@ -112,12 +114,13 @@ def supervise(job: Job) -> None:
 
 def attempt_folder(run: Path, name: str) -> Path:
     """A new folder for the output of one attempt; its name is the attempt's."""
+    attempts = run / "logs" / "launch"
     for number in range(1, 1000):
-        folder = run / "logs" / "launch" / (name if number == 1 else f"{name}-{number}")
+        folder = attempts / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise UserError(f"{folder.parent} holds 1,000 attempts of one second; remove some")
+    raise UserError(f"{attempts} holds 1,000 attempts of one second; remove some")
 
 
 def commands(job: Job, hosts: Sequence[Host], name: str) -> list[list[str]]:
@@ -178,12 +181,12 @@ def _run(attempt: _Attempt, job: Job) -> list[int]:
 
 def _watch(attempt: _Attempt) -> list[int]:
     """Wait for all machines; those that cannot be heard after one has failed are given up in time."""
-    failed_at, ping_at = None, 0.0
+    failed_at, ping_at = math.inf, 0.0
     while any(process.poll() is None for process in attempt.processes):
         now = time.monotonic()
-        if failed_at is None and any(process.poll() for process in attempt.processes):
+        if failed_at == math.inf and any(process.poll() for process in attempt.processes):
             failed_at = now
-        silent = failed_at is not None and now > failed_at + GRACE_SECONDS  # which makes the others end
+        silent = now > failed_at + GRACE_SECONDS  # which makes the others end
         if now >= ping_at and not silent:
             attempt.say("stop" if attempt.stopping else "ping")
             ping_at = now + PING_SECONDS

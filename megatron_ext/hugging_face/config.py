@@ -142,7 +142,7 @@ def _l2a_constants(config: dict[str, Any], path: Path, kind: str) -> dict[str, A
 def _attention(
     config: dict[str, Any], path: Path, kind: str, window: int | None, own: dict[str, Any]
 ) -> AttentionConfig:
-    given = own if window is None else {"window": window}
+    given: dict[str, Any] = own if window is None else {"window": window}
     return AttentionConfig(kind=kind, rope_base=_rope_base(config, path), **given)
 
 
@@ -274,7 +274,7 @@ def _l2a_config(model: ModelConfig, family: Family) -> dict[str, Any]:
         "local_window": attention.window,
         "gate_temperature": attention.gate_temperature,
         "gate_threshold": attention.gate_threshold,
-        "open_probability": None if kind.gate.learned else attention.open_probability,
+        "open_probability": None if kind.gate is None or kind.gate.learned else attention.open_probability,
         "shared_attention": kind.shared_projections,
         "cells": {key: getattr(attention, key) for key in CELLS} if kind.global_reads is POOL else None,
         "closed_layers": list(attention.closed_layers),

@@ -9,6 +9,7 @@ D head dim. A token's slot is its place in the sequence, padding counted; its po
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ class LongpitchConfig(PretrainedConfig):
         gate_threshold: float = 0.5,
         open_probability: float | None = None,
         shared_attention: bool = False,
-        cells: dict[str, float] | None = None,
+        cells: dict[str, Any] | None = None,
         closed_layers: tuple[int, ...] | list[int] = (),
         initializer_range: float = 0.02,
         use_cache: bool = True,
@@ -196,17 +197,17 @@ class Attention(nn.Module):
         for row in range(x.shape[0]):
             chosen = is_open[row].nonzero().squeeze(1)
             if chosen.numel():
-                own = (part[row : row + 1] for part in (q[:, :, chosen], k, v))
-                heads[row, :, chosen] = sequence.attend(*own, sequence.slots[chosen], None, row)[0]
+                own_q, own_k, own_v = (part[row : row + 1] for part in (q[:, :, chosen], k, v))
+                heads[row, :, chosen] = sequence.attend(own_q, own_k, own_v, sequence.slots[chosen], None, row)[0]
         return self._out(heads)
 
 
 class Readout(nn.Module):
     """What was read of cells, normalised and weighed by head: alpha * RMSNorm(u), in fp32."""
 
-    def __init__(self, config: LongpitchConfig):
+    def __init__(self, config: LongpitchConfig, eps: float):
         super().__init__()
-        self.eps = config.cells["eps"]
+        self.eps = eps
         self.alpha = nn.Parameter(torch.ones(config.num_attention_heads))
         self.gain = nn.Parameter(torch.ones(config.head_dim))
 
@@ -226,9 +227,9 @@ class CellAttention(Attention):
 
     rotated = False
 
-    def __init__(self, config: LongpitchConfig):
+    def __init__(self, config: LongpitchConfig, cells: dict[str, Any]):
         super().__init__(config)
-        self.cells, self.readout = config.cells, Readout(config)
+        self.cells, self.readout = cells, Readout(config, cells["eps"])
 
     def over_everything(
         self, x: Tensor, is_open: Tensor, sequence: Sequence, cache: DynamicCache | None, index: int
@@ -334,7 +335,7 @@ class LongpitchLayer(nn.Module):
         if has_global and self.open_probability is None:
             self.router = Router(config.hidden_size, 1, bias=False)
         if has_global and not self.shared:
-            self.global_attn = CellAttention(config) if config.cells else Attention(config)
+            self.global_attn = CellAttention(config, config.cells) if config.cells else Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -363,6 +364,7 @@ def as_dict(config: LongpitchConfig, asked: bool | None) -> bool:
 class LongpitchPreTrainedModel(PreTrainedModel):
     """What transformers asks of every model."""
 
+    config: LongpitchConfig
     config_class = LongpitchConfig
     base_model_prefix = "model"
     _no_split_modules = ["LongpitchLayer"]
@@ -370,17 +372,17 @@ class LongpitchPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, Router):
+            nn.init.zeros_(module.weight)  # every gate open
+        elif isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
         if isinstance(module, Readout):
             nn.init.ones_(module.alpha)
             nn.init.ones_(module.gain)
-        if isinstance(module, LongpitchLayer) and hasattr(module, "router"):
-            nn.init.zeros_(module.router.weight)  # every gate open
 
 
 class LongpitchModel(LongpitchPreTrainedModel):
@@ -455,8 +457,8 @@ class LongpitchModel(LongpitchPreTrainedModel):
             read = (*read, x) if keep else ()
             x = layer(x, sequence, cache)
         x = self.norm(x)
-        hidden = (*read, x) if keep else None
-        found = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **{CACHE: cache})
+        fields: dict[str, Any] = {"hidden_states": (*read, x) if keep else None, CACHE: cache}
+        found = BaseModelOutputWithPast(last_hidden_state=x, **fields)
         return found if as_dict(self.config, return_dict) else found.to_tuple()
 
 
@@ -499,7 +501,6 @@ class LongpitchForCausalLM(LongpitchPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        found = CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=found.hidden_states, **{CACHE: found.get(CACHE)}
-        )
+        fields: dict[str, Any] = {"loss": loss, CACHE: found.get(CACHE)}
+        found = CausalLMOutputWithPast(logits=logits, hidden_states=found.hidden_states, **fields)
         return found if as_dict(self.config, return_dict) else found.to_tuple()

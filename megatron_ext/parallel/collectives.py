@@ -43,6 +43,12 @@ def world_group() -> Group:
     return dist.group.WORLD
 
 
+def joined(group: object) -> dist.ProcessGroup:
+    """A group that this rank is in, as what it then is: torch declares besides what other ranks get in its place."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def gather_objects(x: Any, kind: str = "checkpoint") -> list:
     """`x` of every rank of the world, in their order, on every rank; anything small that can be pickled."""
     doing["collective"] = kind

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ext.parallel.collectives import MAX, Group, all_reduce
+from megatron_ext.parallel.collectives import MAX, Group, all_reduce, joined
 from megatron_ext.parallel.rendezvous import own_part, torchruns_store
 from recipes.errors import UserError
 from recipes.schema import DEVICES
@@ -91,7 +91,8 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             context_parallel_size=context,
-            distributed_timeout_minutes=timeout_seconds / 60,  # 30 without it; a fraction goes into a timedelta
+            # 30 without it; a fraction is fine in the timedelta that it goes into
+            distributed_timeout_minutes=timeout_seconds / 60,  # pyright: ignore[reportArgumentType] - said to be an int
         )
     return Layout(
         rank=dist.get_rank(),
@@ -102,9 +103,9 @@ def init_layout(*, tensor: int, context: int, device: str, timeout_seconds: floa
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
         device=chosen,
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        context_group=parallel_state.get_context_parallel_group(),
-        data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tensor_group=joined(parallel_state.get_tensor_model_parallel_group()),
+        context_group=joined(parallel_state.get_context_parallel_group()),
+        data_context_group=joined(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         control_group=_control["group"],
     )
 
@@ -134,7 +135,8 @@ def _join_world(device: torch.device, timeout_seconds: float) -> None:
         os.environ.update(_ALONE)
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
     # a vote on the GPU would make every rank wait for what it has queued there
-    _control["group"] = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" else dist.group.WORLD
+    own = backend == "nccl"
+    _control["group"] = joined(dist.new_group(backend="gloo", timeout=timeout) if own else dist.group.WORLD)
 
 
 def leave_layout() -> None:

@@ -3,12 +3,12 @@
 import torch
 from megatron.core import parallel_state
 
-from megatron_ext.parallel.collectives import MAX, Group, all_reduce, group_size
+from megatron_ext.parallel.collectives import MAX, Group, all_reduce, group_size, joined
 
 
 def tensor_parallel_group() -> Group:
     """The tensor-parallel group that megatron-core was initialized with."""
-    return parallel_state.get_tensor_model_parallel_group()
+    return joined(parallel_state.get_tensor_model_parallel_group())
 
 
 class _ReplicatedParameter(torch.autograd.Function):

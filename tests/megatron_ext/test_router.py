@@ -19,7 +19,8 @@ def router(**changes) -> Router:
 
 
 def context(**changes) -> SequenceContext:
-    return SequenceContext(length=100, **changes)
+    tables = {"rope_cos": torch.empty(0), "rope_sin": torch.empty(0)}
+    return SequenceContext(length=100, **tables, **changes)
 
 
 def test_every_gate_starts_open():
